@@ -1,0 +1,80 @@
+// Sixteen floats in a 512-bit register (AVX-512 F, BW, DQ, VL).
+#ifndef CPU_OPS_VEC_AVX512_H_
+#define CPU_OPS_VEC_AVX512_H_
+
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's own intrinsics start from an undefined register and are then
+// reported for it (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sojax {
+namespace {
+
+struct Avx512 {
+  using F = __m512;
+  static constexpr std::size_t kLanes = 16;
+  static constexpr bool kStreams = true;
+
+  static F Set(float x) { return _mm512_set1_ps(x); }
+  static F Add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F Mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F Div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F Sqrt(F a) { return _mm512_sqrt_ps(a); }
+  static F Fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+
+  static F Load(const float* from) { return _mm512_loadu_ps(from); }
+  static void Store(float* to, F x) { _mm512_storeu_ps(to, x); }
+  static F LoadBf16(const std::uint16_t* from) {
+    return Widen(_mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from)));
+  }
+  static void StoreBf16(std::uint16_t* to, F x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), Narrow(x));
+  }
+
+  static F Load(const float* from, std::size_t count) {
+    return _mm512_maskz_loadu_ps(FirstLanes(count), from);
+  }
+  static void Store(float* to, F x, std::size_t count) {
+    _mm512_mask_storeu_ps(to, FirstLanes(count), x);
+  }
+  static F LoadBf16(const std::uint16_t* from, std::size_t count) {
+    return Widen(_mm256_maskz_loadu_epi16(FirstLanes(count), from));
+  }
+  static void StoreBf16(std::uint16_t* to, F x, std::size_t count) {
+    _mm256_mask_storeu_epi16(to, FirstLanes(count), Narrow(x));
+  }
+
+  static void Stream(float* to, F x) { _mm512_stream_ps(to, x); }
+  static void StreamBf16(std::uint16_t* to, F x) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), Narrow(x));
+  }
+  static void Fence() { _mm_sfence(); }
+
+ private:
+  static __mmask16 FirstLanes(std::size_t count) {
+    return static_cast<__mmask16>((1u << count) - 1u);
+  }
+  static F Widen(__m256i halves) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+  // Nearest, ties away from zero; every NaN becomes 0x7fc0.
+  static __m256i Narrow(F x) {
+    const __m512i rounded = _mm512_srli_epi32(
+        _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)),
+        16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+  }
+};
+
+}  // namespace
+}  // namespace sojax
+
+#endif  // CPU_OPS_VEC_AVX512_H_

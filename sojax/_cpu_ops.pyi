@@ -1,0 +1,36 @@
+"""Types of the extension module that setup.py builds from cpu_ops/."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+_Segment = tuple[
+  np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None
+]
+
+def available_isas() -> list[str]: ...
+
+class AdamParams:
+  def __init__(
+    self,
+    *,
+    b1: float,
+    b2: float,
+    one_minus_b1: float,
+    one_minus_b2: float,
+    k: float,
+    r: float,
+    s: float,
+    d: float,
+    eps: float,
+    grad_scale: float,
+  ) -> None: ...
+
+class Pool:
+  def __init__(
+    self, num_threads: int, isa: str, cores: Sequence[int]
+  ) -> None: ...
+  def adamw_step(
+    self, segments: Iterable[_Segment], params: AdamParams
+  ) -> None: ...
+  def close(self) -> None: ...

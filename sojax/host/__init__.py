@@ -1,0 +1,1 @@
+"""The host side: memory, kernels and the wire buffers."""

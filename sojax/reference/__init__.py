@@ -1,0 +1,1 @@
+"""Slow twins that are obviously right, for tests to compare with."""

@@ -1,0 +1,38 @@
+"""Settings of every test: devices, strictness, seeds.
+
+XLA reads its environment once, when JAX starts, so the variables are set
+before anything imports jax.
+"""
+
+import os
+
+_NUM_DEVICES = 8
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "")
+  + f" --xla_force_host_platform_device_count={_NUM_DEVICES}"
+)
+# Collectives of emulated devices wait for each other on a pool of this many
+# threads; with as few as there are cores they can wait for ever.
+os.environ["PJRT_NPROC"] = "64"
+
+import random  # noqa: E402
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile(
+  "fixed", derandomize=True, deadline=None, database=None
+)
+hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds():
+  """Seeds the global generators, whatever ran before."""
+  random.seed(0)
+  np.random.seed(0)

@@ -1,0 +1,81 @@
+"""Builds and runs the C++ tests, plain and with sanitizers."""
+
+import pathlib
+import platform
+import subprocess
+import sysconfig
+
+import pytest
+
+_CPU_OPS = pathlib.Path(__file__).parents[1] / "cpu_ops"
+_CXX = (sysconfig.get_config_var("CXX") or "c++").split()[0]
+_ARGS = [
+  "-std=c++17",
+  "-O1",
+  "-g",
+  "-pthread",
+  "-ffp-contract=off",
+  "-Wall",
+  "-Wextra",
+  "-Wconversion",
+  "-Werror",
+]
+_X86_ARGS = {
+  "adam_avx2.cc": ["-mavx2", "-mfma"],
+  "adam_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+}
+_SOURCES = [
+  "adam_scalar.cc",
+  "dispatch.cc",
+  "pool.cc",
+  "update.cc",
+  "tests/cpu_ops_test.cc",
+]
+
+
+def _run(*command):
+  result = subprocess.run(
+    [str(x) for x in command],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=600,
+  )
+  assert result.returncode == 0, result.stdout
+
+
+def _has_sanitizer(args, directory):
+  source = directory / "empty.cc"
+  source.write_text("int main() { return 0; }\n")
+  program = directory / "empty"
+  try:
+    _run(_CXX, *args, source, "-o", program)
+    _run(program)
+  except AssertionError:
+    return False
+  return True
+
+
+@pytest.mark.parametrize(
+  "sanitizer",
+  [
+    "none",
+    pytest.param("address,undefined", marks=pytest.mark.slow),
+    pytest.param("thread", marks=pytest.mark.slow),
+  ],
+)
+def test_the_cpp_tests_pass(sanitizer, tmp_path):
+  args = list(_ARGS)
+  if sanitizer != "none":
+    args += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    if not _has_sanitizer(args, tmp_path):
+      pytest.skip(f"{_CXX} has no -fsanitize={sanitizer} here")
+  sources = dict.fromkeys(_SOURCES, [])
+  if platform.machine() == "x86_64":
+    sources |= _X86_ARGS
+  objects = []
+  for source, isa_args in sources.items():
+    objects.append(tmp_path / (pathlib.Path(source).stem + ".o"))
+    _run(_CXX, *args, *isa_args, "-c", _CPU_OPS / source, "-o", objects[-1])
+  _run(_CXX, *args, *objects, "-o", tmp_path / "cpu_ops_test")
+  _run(tmp_path / "cpu_ops_test")
