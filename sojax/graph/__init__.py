@@ -1,0 +1,1 @@
+"""The step graph and what is read from it: pure values, no jax."""

@@ -1,0 +1,90 @@
+"""The step graph: tasks on lanes, and what each one waits for."""
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+
+class Lane(enum.StrEnum):
+  """A serial resource; it runs its tasks one after another."""
+
+  DEVICE = "device"
+  D2H = "d2h"
+  H2D = "h2d"
+  HOST = "host"
+
+
+class TaskKind(enum.StrEnum):
+  """What a task does."""
+
+  FORWARD = "forward"
+  BACKWARD = "backward"
+  GRAD_OUT = "grad_out"
+  VALIDATE = "validate"
+  HOST_UPDATE = "host_update"
+  DEVICE_UPDATE = "device_update"
+  WEIGHT_IN = "weight_in"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+  """One piece of work of a step.
+
+  Attributes:
+    index: its place in the schedule.
+    kind: what it does.
+    lane: the resource that runs it.
+    stage: the stage it works on; None for Validate.
+    bucket: the bucket it works on; None for whole stages.
+    micro: the micro-batch it belongs to.
+    deps: indices of the tasks of the same step that come before it.
+    prev_deps: indices of the tasks of the previous step that come before it.
+    bytes: bytes it moves over the link.
+  """
+
+  index: int
+  kind: TaskKind
+  lane: Lane
+  stage: int | None = None
+  bucket: int | None = None
+  micro: int = 0
+  deps: tuple[int, ...] = ()
+  prev_deps: tuple[int, ...] = ()
+  bytes: int = 0
+
+  @property
+  def name(self) -> str:
+    """A short label, such as "backward stage=3 micro=0"."""
+    parts = [str(self.kind)]
+    for field in ("stage", "bucket"):
+      value = getattr(self, field)
+      if value is not None:
+        parts.append(f"{field}={value}")
+    if self.kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
+      parts.append(f"micro={self.micro}")
+    return " ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGraph:
+  """One step of the steady state: every step repeats the same graph.
+
+  Attributes:
+    tasks: in schedule order, which every lane follows.
+  """
+
+  tasks: tuple[Task, ...]
+
+  def __post_init__(self):
+    for place, task in enumerate(self.tasks):
+      assert task.index == place, f"{task.name} stands at {place}"
+      assert all(dep < place for dep in task.deps), f"{task.name} has a cycle"
+      assert all(dep < len(self.tasks) for dep in task.prev_deps)
+
+  def of_kind(self, kind: TaskKind) -> Iterator[Task]:
+    """Yields the tasks of one kind, in schedule order."""
+    return (task for task in self.tasks if task.kind is kind)
+
+  def on_lane(self, lane: Lane) -> Iterator[Task]:
+    """Yields the tasks of one lane, in schedule order."""
+    return (task for task in self.tasks if task.lane is lane)

@@ -1,0 +1,213 @@
+"""Turns a layout and a plan into the graph of one step.
+
+    Forward(stage) -> ... -> Backward(stage) -> GradOut(bucket) --.
+                                  |                               v
+                                  `--> Validate ------------> HostUpdate(bucket)
+                                          |                       v
+                                          `-> DeviceUpdate    WeightIn(bucket)
+                                                   `-> next Forward(stage) <-'
+
+The last stage has no Forward of its own: its Backward computes the loss and its
+gradients at once.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
+from sojax.plan.buckets import Bucket, Layout
+from sojax.plan.config import TrainConfig
+from sojax.plan.plan import Plan, WireDtypes
+
+
+def schedule(layout: Layout, plan: Plan, config: TrainConfig) -> StepGraph:
+  """Returns the step graph of a plan.
+
+  Args:
+    layout: the model cut into buckets.
+    plan: how the step is carried out.
+    config: what is trained; gives the number of micro-batches.
+
+  Returns:
+    The tasks of one step in schedule order, with their dependencies.
+  """
+  builder = _Builder(layout, plan, config)
+  if plan.weights == "flow":
+    builder.add_flowing_compute()
+  else:
+    builder.add_stationary_compute()
+  builder.add_updates()
+  builder.add_edges_to_next_step()
+  return StepGraph(tuple(builder.tasks))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Use:
+  """One program that computes with a stage's weights."""
+
+  kind: TaskKind
+  stage: int
+  micro: int
+
+
+class _Builder:
+  """Adds tasks in schedule order."""
+
+  def __init__(self, layout: Layout, plan: Plan, config: TrainConfig):
+    self.tasks: list[Task] = []
+    self._layout = layout
+    self._plan = plan
+    self._config = config
+    self._wire = WireDtypes.of(plan, config)
+    self._uses: list[int] = []
+    self._fetches: list[list[int]] = []
+    self._grads: dict[int, int] = {}
+    self._outs: dict[int, int] = {}
+    self._host_updates: dict[int, int] = {}
+    self._arrivals: dict[int, int] = {}
+
+  def add_stationary_compute(self) -> None:
+    for use in self._uses_in_order():
+      self._add_use(use, arrivals=())
+
+  def add_flowing_compute(self) -> None:
+    """Adds every use and, ahead of it, the transfers of its weights.
+
+    At most `flow_window` uses have their weights on the device: the transfers
+    of use u wait for the end of use u - flow_window. They are scheduled after
+    use u - flow_window + 1, so that the device has work while they wait.
+    """
+    uses = list(self._uses_in_order())
+    window = min(self._plan.flow_window, len(uses))
+    for use in uses[:window]:
+      self._add_fetch(use, frees=())
+    for place, use in enumerate(uses):
+      self._add_use(use, arrivals=self._fetches[place])
+      ahead = place + window - 1
+      if window <= ahead < len(uses):
+        self._add_fetch(uses[ahead], frees=(self._uses[ahead - window],))
+
+  def add_updates(self) -> None:
+    validate = self._add(
+      TaskKind.VALIDATE, Lane.DEVICE, deps=self._grads.values()
+    )
+    trained = [b for b in self._layout.buckets if b.trained]
+    for bucket in trained:
+      if bucket.on_device:
+        deps = (self._grads[bucket.stage], validate)
+        self._arrivals[bucket.index] = self._add(
+          TaskKind.DEVICE_UPDATE, Lane.DEVICE, bucket=bucket, deps=deps
+        )
+        continue
+      deps = (self._outs[bucket.index], validate)
+      update = self._add(
+        TaskKind.HOST_UPDATE, Lane.HOST, bucket=bucket, deps=deps
+      )
+      self._host_updates[bucket.index] = update
+      if self._plan.weights == "stationary":
+        self._arrivals[bucket.index] = self._add(
+          TaskKind.WEIGHT_IN,
+          Lane.H2D,
+          bucket=bucket,
+          deps=(update,),
+          bytes=bucket.size * self._wire.weight_bytes,
+        )
+
+  def add_edges_to_next_step(self) -> None:
+    """Adds what the first uses of weights wait for in the previous step."""
+    (validate,) = (t.index for t in self.tasks if t.kind is TaskKind.VALIDATE)
+    self._carry(self._uses[0], [validate])
+    self._carry(validate, [validate])
+    for use in self._uses:
+      stage = self.tasks[use].stage
+      assert stage is not None
+      buckets = self._layout.used_by(stage)
+      arrivals = [self._arrivals.get(bucket.index) for bucket in buckets]
+      self._carry(use, arrivals)
+    window = min(self._plan.flow_window, len(self._uses))
+    for place, fetches in enumerate(self._fetches):
+      for fetch in fetches:
+        bucket = self.tasks[fetch].bucket
+        assert bucket is not None
+        self._carry(fetch, [self._host_updates.get(bucket)])
+        if place < window:
+          self._carry(fetch, [self._uses[place - window]])
+
+  def _carry(self, task: int, edges: Iterable[int | None]) -> None:
+    known = tuple(edge for edge in edges if edge is not None)
+    before = self.tasks[task].prev_deps
+    self.tasks[task] = dataclasses.replace(
+      self.tasks[task], prev_deps=before + known
+    )
+
+  def _uses_in_order(self) -> Iterable[_Use]:
+    last = self._layout.model.num_stages - 1
+    for micro in range(self._config.accumulation):
+      for stage in range(last):
+        yield _Use(TaskKind.FORWARD, stage, micro)
+      for stage in reversed(range(last + 1)):
+        yield _Use(TaskKind.BACKWARD, stage, micro)
+
+  def _add_use(self, use: _Use, arrivals: Sequence[int]) -> None:
+    deps = (*self._uses[-1:], *arrivals)
+    index = self._add(
+      use.kind, Lane.DEVICE, stage=use.stage, micro=use.micro, deps=deps
+    )
+    self._uses.append(index)
+    last_micro = use.micro == self._config.accumulation - 1
+    if use.kind is TaskKind.BACKWARD and last_micro:
+      self._grads[use.stage] = index
+      for bucket in self._layout.of_stage(use.stage):
+        if bucket.trained and not bucket.on_device:
+          self._outs[bucket.index] = self._add(
+            TaskKind.GRAD_OUT,
+            Lane.D2H,
+            bucket=bucket,
+            deps=(index,),
+            bytes=bucket.size * self._wire.grad_bytes,
+          )
+
+  def _add_fetch(self, use: _Use, frees: Sequence[int]) -> None:
+    self._fetches.append(
+      [
+        self._add(
+          TaskKind.WEIGHT_IN,
+          Lane.H2D,
+          stage=use.stage,
+          bucket=bucket,
+          micro=use.micro,
+          deps=frees,
+          bytes=bucket.size * self._wire.weight_bytes,
+        )
+        for bucket in self._layout.used_by(use.stage)
+      ]
+    )
+
+  def _add(
+    self,
+    kind: TaskKind,
+    lane: Lane,
+    *,
+    stage: int | None = None,
+    bucket: Bucket | None = None,
+    micro: int = 0,
+    deps: Iterable[int] = (),
+    bytes: int = 0,
+  ) -> int:
+    index = len(self.tasks)
+    if bucket is not None and stage is None:
+      stage = bucket.stage
+    self.tasks.append(
+      Task(
+        index=index,
+        kind=kind,
+        lane=lane,
+        stage=stage,
+        bucket=None if bucket is None else bucket.index,
+        micro=micro,
+        deps=tuple(deps),
+        prev_deps=(),
+        bytes=bytes,
+      )
+    )
+    return index

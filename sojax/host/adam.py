@@ -1,0 +1,101 @@
+"""Host buckets: master weights and moments in the arena, and their step."""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+from sojax.host.arena import Arena
+from sojax.host.kernels import Pool, Segment
+from sojax.plan.adamw import AdamScalars
+from sojax.plan.buckets import Bucket
+
+_CHUNK_ELEMS = 1 << 22
+
+
+class HostBucket:
+  """The state of one bucket on the host.
+
+  Attributes:
+    bucket: what it holds.
+    arrays: "master", "mu" and "nu", each float32 [bucket.size]; a bucket that
+      is not trained has "master" only.
+  """
+
+  def __init__(self, bucket: Bucket, arena: Arena):
+    self.bucket = bucket
+    self.arrays = {
+      kind: arena.empty(bucket.size, np.float32) for kind in kinds(bucket)
+    }
+    for kind in kinds(bucket):
+      self.arrays[kind].fill(0.0)
+
+  def units(self, kind: str) -> list[np.ndarray]:
+    """Returns one flat view of an array per wire unit of the bucket."""
+    bounds = np.cumsum([unit.size for unit in self.bucket.units])[:-1]
+    return np.split(self.arrays[kind], bounds)
+
+  def step(
+    self,
+    pool: Pool,
+    grads: Sequence[np.ndarray],
+    weights_out: Sequence[np.ndarray],
+    scalars: AdamScalars,
+    grad_scale: float,
+  ) -> None:
+    """Updates the bucket in place; blocks without the GIL.
+
+    Args:
+      pool: runs the kernel.
+      grads: gradients of each wire unit, float32 or bfloat16, any shape.
+      weights_out: where the new weights of each unit go: flat, bfloat16 or
+        float32.
+      scalars: the scalars of this step.
+      grad_scale: multiplies every gradient first.
+    """
+    pool.adamw_step(
+      [
+        Segment(p, mu, nu, grad.reshape(-1), out)
+        for p, mu, nu, grad, out in zip(
+          self.units("master"),
+          self.units("mu"),
+          self.units("nu"),
+          grads,
+          weights_out,
+          strict=True,
+        )
+      ],
+      scalars,
+      grad_scale,
+    )
+
+
+def kinds(bucket: Bucket) -> tuple[str, ...]:
+  """Returns the names of the arrays that a bucket's state consists of."""
+  return ("master", "mu", "nu") if bucket.trained else ("master",)
+
+
+def arena_bytes(buckets: Sequence[Bucket]) -> int:
+  """Returns the capacity of an arena that holds the state of these buckets."""
+  return Arena.bytes_for(
+    [4 * bucket.size for bucket in buckets for _ in kinds(bucket)]
+  )
+
+
+def write_weights(master: np.ndarray, weights_out: np.ndarray) -> None:
+  """Writes working weights from masters, rounded as in the kernel's store.
+
+  Args:
+    master: float32 [n].
+    weights_out: float32 or bfloat16 [n]; bfloat16 gets the nearest value, ties
+      away from zero, and 0x7fc0 for NaN.
+  """
+  if weights_out.dtype == np.float32:
+    weights_out[:] = master
+    return
+  assert weights_out.dtype == ml_dtypes.bfloat16, weights_out.dtype
+  for start in range(0, master.size, _CHUNK_ELEMS):
+    part = master[start : start + _CHUNK_ELEMS]
+    half = ((part.view(np.uint32) + np.uint32(0x8000)) >> 16).astype(np.uint16)
+    half[np.isnan(part)] = 0x7FC0
+    weights_out[start : start + _CHUNK_ELEMS] = half.view(ml_dtypes.bfloat16)

@@ -1,0 +1,89 @@
+"""Pinned buffers through which weights go to the device.
+
+JAX owns the memory, so that its transfers need no staging copy; the kernels
+write it in place. A buffer must not be written between the start of a transfer
+from it and the moment when the transfer's destination is ready, and it is never
+donated or given to a program.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sojax.cluster.mesh import Placement
+
+
+class WireBuffer:
+  """A pinned buffer of one wire unit.
+
+  Attributes:
+    array: the JAX array that owns the memory; the source of transfers.
+    view_inout: the same memory as a writable one-dimensional NumPy array.
+  """
+
+  def __init__(self, shape: tuple[int, ...], dtype: str, placement: Placement):
+    zeros = jax.device_put(jnp.zeros(shape, dtype), placement.device)
+    self.array = jax.device_put(zeros, placement.pinned_host)
+    self.array.block_until_ready()
+    memory = (ctypes.c_byte * self.array.nbytes).from_address(
+      self.array.unsafe_buffer_pointer()
+    )
+    self.view_inout = np.frombuffer(memory, self.array.dtype)
+
+
+class WireRing:
+  """A bounded set of buffers for each shape, taken and given back.
+
+  Taking blocks while every buffer of the shape is on its way, so whoever takes
+  must not be the one who gives back.
+  """
+
+  def __init__(
+    self,
+    counts: Mapping[tuple[int, ...], int],
+    *,
+    dtype: str,
+    placement: Placement,
+  ):
+    """Allocates the buffers.
+
+    Args:
+      counts: how many buffers of each shape. Whoever takes several before any
+        is given back must not need more.
+      dtype: dtype of the buffers.
+      placement: the mesh.
+    """
+    self._all = [
+      WireBuffer(shape, dtype, placement)
+      for shape, count in counts.items()
+      for _ in range(count)
+    ]
+    self._free: dict[tuple[int, ...], list[WireBuffer]] = {}
+    self._given_back = threading.Condition()
+    self.reset()
+
+  def reset(self) -> None:
+    """Frees every buffer; nothing may be on its way."""
+    with self._given_back:
+      self._free = {buffer.array.shape: [] for buffer in self._all}
+      self._put_back(self._all)
+
+  def take(self, shape: tuple[int, ...]) -> WireBuffer:
+    """Returns a free buffer of that shape; waits until there is one."""
+    with self._given_back:
+      self._given_back.wait_for(lambda: self._free[shape])
+      return self._free[shape].pop(0)
+
+  def give_back(self, buffers: Iterable[WireBuffer]) -> None:
+    """Frees buffers whose transfers have arrived or failed."""
+    with self._given_back:
+      self._put_back(buffers)
+
+  def _put_back(self, buffers: Iterable[WireBuffer]) -> None:
+    for buffer in buffers:
+      self._free[buffer.array.shape].append(buffer)
+    self._given_back.notify_all()

@@ -1,0 +1,276 @@
+"""Buckets: slices of parameters that are scheduled and updated together."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from sojax.plan.adamw import AdamW
+from sojax.plan.plan import MIB
+
+LARGE_SLICE_BYTES = MIB
+"""A slice of this size crosses the link alone, in its own shape."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+  """One parameter of the model.
+
+  Attributes:
+    name: "stage.path.to.param", unique in the model.
+    stage: index of the stage that owns it.
+    shape: its shape.
+    group: index of its hyper-parameter group; None if it is not trained.
+  """
+
+  name: str
+  stage: int
+  shape: tuple[int, ...]
+  group: int | None
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
+
+  @property
+  def trained(self) -> bool:
+    """Whether the optimizer updates it."""
+    return self.group is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+  """A model as the planner sees it.
+
+  Attributes:
+    stage_names: the stages, in forward order.
+    leaves: all parameters, stage by stage in forward order.
+    borrowed: for each stage the indices of earlier stages' leaves it also uses
+      (tied weights).
+    groups: the hyper-parameters of each group.
+  """
+
+  stage_names: tuple[str, ...]
+  leaves: tuple[Leaf, ...]
+  borrowed: tuple[tuple[int, ...], ...]
+  groups: tuple[AdamW, ...]
+
+  @property
+  def num_stages(self) -> int:
+    """Number of stages."""
+    return len(self.stage_names)
+
+  def own(self, stage: int) -> tuple[int, ...]:
+    """Returns the indices of the leaves that `stage` owns."""
+    return tuple(i for i, leaf in enumerate(self.leaves) if leaf.stage == stage)
+
+  def used(self, stage: int) -> tuple[int, ...]:
+    """Returns the indices of the leaves that `stage` computes with."""
+    return self.own(stage) + self.borrowed[stage]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+  """A range of one parameter's elements, in row-major order."""
+
+  leaf: int
+  start: int
+  stop: int
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WireUnit:
+  """What one transfer carries: one large slice, or small slices packed.
+
+  Attributes:
+    slices: the slices, in the order in which their elements lie.
+    shape: a whole parameter's own shape, some of its rows, or one dimension.
+  """
+
+  slices: tuple[Slice, ...]
+  shape: tuple[int, ...]
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+  """Wire units that are updated together.
+
+  Attributes:
+    index: its place in the order in which backward finishes buckets.
+    stage: the stage whose backward produces its gradients.
+    group: its hyper-parameter group; None for weights that are not trained.
+    units: what its transfers carry.
+    on_device: whether its master weights and moments live on the device.
+  """
+
+  index: int
+  stage: int
+  group: int | None
+  units: tuple[WireUnit, ...]
+  on_device: bool
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return sum(unit.size for unit in self.units)
+
+  @property
+  def trained(self) -> bool:
+    """Whether the optimizer updates it."""
+    return self.group is not None
+
+  @property
+  def slices(self) -> Iterator[Slice]:
+    """All slices of the bucket, in the order in which its elements lie."""
+    return (piece for unit in self.units for piece in unit.slices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """A model cut into buckets.
+
+  Attributes:
+    model: the model.
+    buckets: in the order in which backward finishes them.
+  """
+
+  model: ModelShape
+  buckets: tuple[Bucket, ...]
+
+  def of_stage(self, stage: int) -> tuple[Bucket, ...]:
+    """Returns the buckets of the leaves that `stage` owns."""
+    return tuple(b for b in self.buckets if b.stage == stage)
+
+  def used_by(self, stage: int) -> tuple[Bucket, ...]:
+    """Returns the buckets that hold anything `stage` computes with."""
+    used = set(self.model.used(stage))
+    return tuple(
+      b for b in self.buckets if any(s.leaf in used for s in b.slices)
+    )
+
+
+def plan_buckets(
+  model: ModelShape,
+  *,
+  bucket_bytes: int,
+  elem_bytes: int,
+  device_buckets: int = 0,
+) -> Layout:
+  """Cuts a model into buckets in the order backward produces gradients.
+
+  Backward reaches the last stage first, so its buckets come first. A bucket
+  holds slices of one stage and one hyper-parameter group. A parameter that fits
+  in a bucket is never cut; a larger one is cut at its rows into pieces of about
+  equal size, or anywhere if one row is too large. O(slices).
+
+  Args:
+    model: the model.
+    bucket_bytes: soft upper limit of one bucket, in bytes on the wire.
+    elem_bytes: bytes of one element on the wire (2 for bfloat16).
+    device_buckets: how many of the last trained buckets live on the device.
+
+  Returns:
+    The layout; its buckets hold every element of every leaf exactly once.
+
+  Raises:
+    ValueError: if `bucket_bytes` cannot hold one element, a parameter has no
+      elements, or there are fewer trained buckets than `device_buckets`.
+  """
+  if bucket_bytes < elem_bytes:
+    raise ValueError(
+      f"bucket_bytes={bucket_bytes} cannot hold one element of {elem_bytes}"
+      " bytes; raise bucket_bytes"
+    )
+  for leaf in model.leaves:
+    if leaf.size == 0:
+      raise ValueError(
+        f"parameter {leaf.name} has shape {leaf.shape} and no elements;"
+        " remove it from the model"
+      )
+  limit = bucket_bytes // elem_bytes
+  cut: list[tuple[int, int | None, list[Slice]]] = []
+  for stage in reversed(range(model.num_stages)):
+    own = model.own(stage)
+    groups = {model.leaves[i].group: None for i in own}
+    for group in groups:
+      members = [i for i in own if model.leaves[i].group == group]
+      cut += [(stage, group, s) for s in _fill(model, members, limit)]
+  num_trained = sum(group is not None for _, group, _ in cut)
+  if device_buckets > num_trained:
+    raise ValueError(
+      f"device_buckets={device_buckets} exceeds the {num_trained} trained"
+      f" buckets of bucket_bytes={bucket_bytes}; lower device_buckets"
+    )
+  first_on_device = num_trained - device_buckets
+  buckets = []
+  trained = 0
+  for stage, group, slices in cut:
+    on_device = group is not None and trained >= first_on_device
+    trained += group is not None
+    units = _wire_units(model, slices, elem_bytes)
+    buckets.append(Bucket(len(buckets), stage, group, units, on_device))
+  return Layout(model=model, buckets=tuple(buckets))
+
+
+def _fill(
+  model: ModelShape, members: Sequence[int], limit_elems: int
+) -> list[list[Slice]]:
+  buckets: list[list[Slice]] = [[]]
+  room = limit_elems
+  for index in members:
+    for piece in _cut(index, model.leaves[index], limit_elems):
+      if piece.size > room and buckets[-1]:
+        buckets.append([])
+        room = limit_elems
+      buckets[-1].append(piece)
+      room -= piece.size
+  return buckets
+
+
+def _cut(index: int, leaf: Leaf, limit_elems: int) -> list[Slice]:
+  if leaf.size <= limit_elems:
+    return [Slice(index, 0, leaf.size)]
+  row_elems = leaf.size // leaf.shape[0]
+  grain = row_elems if row_elems <= limit_elems else 1
+  num_grains = leaf.size // grain
+  num_pieces = math.ceil(num_grains / (limit_elems // grain))
+  bounds = [num_grains * i // num_pieces * grain for i in range(num_pieces + 1)]
+  return [
+    Slice(index, start, stop) for start, stop in itertools.pairwise(bounds)
+  ]
+
+
+def _wire_units(
+  model: ModelShape, slices: Sequence[Slice], elem_bytes: int
+) -> tuple[WireUnit, ...]:
+  def alone(piece: Slice) -> WireUnit:
+    return WireUnit((piece,), _own_shape(piece, model.leaves[piece.leaf]))
+
+  large = [s for s in slices if s.size * elem_bytes >= LARGE_SLICE_BYTES]
+  small = [s for s in slices if s.size * elem_bytes < LARGE_SLICE_BYTES]
+  units = [alone(piece) for piece in large]
+  if len(small) == 1:
+    units.append(alone(small[0]))
+  elif small:
+    units.append(WireUnit(tuple(small), (sum(s.size for s in small),)))
+  return tuple(units)
+
+
+def _own_shape(piece: Slice, leaf: Leaf) -> tuple[int, ...]:
+  if piece.size == leaf.size:
+    return leaf.shape
+  row_elems = leaf.size // leaf.shape[0]
+  if piece.start % row_elems == 0 and piece.stop % row_elems == 0:
+    return (piece.size // row_elems, *leaf.shape[1:])
+  return (piece.size,)

@@ -1,0 +1,1 @@
+"""The jitted device programs of a step."""

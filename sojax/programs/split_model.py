@@ -1,0 +1,224 @@
+"""Takes a Flax model apart into stages, parameters and other state."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sojax.models.stage import Stage
+from sojax.plan.adamw import AdamW, Optimizer, Partition
+from sojax.plan.buckets import Leaf, ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class StageParts:
+  """How a stage's module is put together again inside a program.
+
+  Equal for equal blocks, so that one compiled program serves them all.
+
+  Attributes:
+    graphdef: the module's static structure.
+    params_def: tree structure of its parameters.
+    other_def: tree structure of its other state.
+  """
+
+  graphdef: nnx.GraphDef
+  params_def: Any
+  other_def: Any
+
+  def merge(self, params: Sequence[Any], other: Sequence[Any]) -> Any:
+    """Returns the module that holds these leaves."""
+    return nnx.merge(
+      self.graphdef,
+      jax.tree.unflatten(self.params_def, params),
+      jax.tree.unflatten(self.other_def, other),
+    )
+
+  def other_of(self, module: Any) -> tuple[Any, ...]:
+    """Returns the module's other state, as `merge` takes it."""
+    _, _, rest = nnx.split(module, nnx.Param, ...)
+    return tuple(jax.tree.leaves(rest))
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitModel:
+  """A model taken apart.
+
+  Attributes:
+    shape: leaves, stages and groups, as the planner sees them.
+    parts: how to put each stage together.
+    used: for each stage, the model leaf at each place of `parts.params_def`.
+    params: the model's own Variable of each leaf.
+    other: for each stage its other state (rng keys and counts, statistics).
+  """
+
+  shape: ModelShape
+  parts: tuple[StageParts, ...]
+  used: tuple[tuple[int, ...], ...]
+  params: tuple[nnx.Variable, ...]
+  other: tuple[tuple[Any, ...], ...]
+
+
+def split_model(
+  model: Any, optimizer: Optimizer, trainable: Any = nnx.Param
+) -> SplitModel:
+  """Splits a model with `stages()` into parameters and the rest.
+
+  Args:
+    model: a Flax NNX module with `stages()`; its Params may be abstract.
+    optimizer: gives every trained parameter its hyper-parameter group.
+    trainable: an nnx filter over the model's Params; the others stay as they
+      are.
+
+  Returns:
+    The parts.
+
+  Raises:
+    ValueError: if the model has no stages, stage names repeat, nothing is
+      trained, or masks or labels do not fit the trained parameters.
+  """
+  stages = _stages(model)
+  hyper_of = _Groups(model, optimizer, trainable)
+  leaves: list[Leaf] = []
+  params: list[nnx.Variable] = []
+  index_of: dict[int, int] = {}
+  parts, used, borrowed, others = [], [], [], []
+  for number, stage in enumerate(stages):
+    graphdef, state, rest = nnx.split(stage.module, nnx.Param, ...)
+    variables = _variables(stage.module)
+    places, ties = [], []
+    for path, _ in nnx.to_flat_state(state):
+      variable = variables[path]
+      known = index_of.get(id(variable))
+      if known is None:
+        known = index_of[id(variable)] = len(leaves)
+        params.append(variable)
+        leaves.append(
+          Leaf(
+            name=".".join([stage.name, *map(str, path)]),
+            stage=number,
+            shape=tuple(variable.shape),
+            group=hyper_of.group(variable),
+          )
+        )
+      elif leaves[known].stage != number:
+        ties.append(known)
+      places.append(known)
+    other_leaves, other_def = jax.tree.flatten(rest)
+    parts.append(StageParts(graphdef, jax.tree.structure(state), other_def))
+    used.append(tuple(places))
+    borrowed.append(tuple(ties))
+    others.append(tuple(other_leaves))
+  if not any(leaf.trained for leaf in leaves):
+    raise ValueError(f"trainable={trainable} selects no parameter of the model")
+  shape = ModelShape(
+    stage_names=tuple(stage.name for stage in stages),
+    leaves=tuple(leaves),
+    borrowed=tuple(borrowed),
+    groups=hyper_of.groups,
+  )
+  return SplitModel(
+    shape=shape,
+    parts=tuple(parts),
+    used=tuple(used),
+    params=tuple(params),
+    other=tuple(others),
+  )
+
+
+def _stages(model: Any) -> list[Stage]:
+  if not callable(getattr(model, "stages", None)):
+    raise ValueError(
+      f"{type(model).__name__} has no stages(); a model without stages is not"
+      " there yet"
+    )
+  stages = list(model.stages())
+  names = [stage.name for stage in stages]
+  repeated = sorted({name for name in names if names.count(name) > 1})
+  if repeated:
+    raise ValueError(f"stage name {repeated[0]!r} repeats; names must differ")
+  if len(stages) < 2:
+    raise ValueError(
+      f"stages() gave {len(stages)} stage; at least 2 are needed"
+    )
+  return stages
+
+
+def _variables(module: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
+  return {
+    path: node
+    for path, node in nnx.iter_graph(module)
+    if isinstance(node, nnx.Variable)
+  }
+
+
+class _Groups:
+  """The hyper-parameter group of each trained Variable."""
+
+  def __init__(self, model: Any, optimizer: Optimizer, trainable: Any):
+    state = nnx.state(model, nnx.All(nnx.Param, trainable))
+    variables = _variables(model)
+    trained = [variables[path] for path, _ in nnx.to_flat_state(state)]
+    order = _tree_order(state)
+    hypers = _resolve(optimizer, state)
+    distinct: list[AdamW] = []
+    self._group: dict[int, int] = {}
+    for variable, place in zip(trained, order, strict=True):
+      hyper = hypers[place]
+      if hyper not in distinct:
+        distinct.append(hyper)
+      self._group[id(variable)] = distinct.index(hyper)
+    self.groups = tuple(distinct)
+
+  def group(self, variable: nnx.Variable) -> int | None:
+    return self._group.get(id(variable))
+
+
+def _tree_order(state: nnx.State) -> list[int]:
+  """Returns, in flat-state order, each leaf's place in jax.tree.leaves."""
+  leaves, treedef = jax.tree.flatten(state)
+  numbered = jax.tree.unflatten(treedef, range(len(leaves)))
+  return [jax.tree.leaves(v)[0] for _, v in nnx.to_flat_state(numbered)]
+
+
+def _resolve(optimizer: Optimizer, state: nnx.State) -> list[AdamW]:
+  if isinstance(optimizer, Partition):
+    labels = _broadcast(optimizer.param_labels, state, "param_labels")
+    by_label: Mapping[str, list[AdamW]] = {
+      label: _resolve(transform, state)
+      for label, transform in optimizer.transforms.items()
+    }
+    unknown = sorted({str(x) for x in labels if x not in by_label})
+    if unknown:
+      raise ValueError(
+        f"label {unknown[0]!r} has no transform; known: {sorted(by_label)}"
+      )
+    return [by_label[label][i] for i, label in enumerate(labels)]
+  if not isinstance(optimizer, AdamW):
+    raise ValueError(
+      f"optimizer is a {type(optimizer).__name__}; use sojax.adamw(...) or"
+      " sojax.partition(...)"
+    )
+  num_leaves = len(jax.tree.leaves(state))
+  if optimizer.mask is None:
+    return [optimizer.decayed()] * num_leaves
+  mask = _broadcast(optimizer.mask, state, "mask")
+  wrong = [x for x in mask if not isinstance(x, bool | np.bool_)]
+  if wrong:
+    raise ValueError(f"mask holds {wrong[0]!r}; it must hold bools")
+  return [optimizer.decayed() if x else optimizer.undecayed() for x in mask]
+
+
+def _broadcast(
+  tree: Any | Callable[[Any], Any], state: nnx.State, name: str
+) -> list[Any]:
+  prefix = tree(state) if callable(tree) else tree
+  try:
+    return jax.tree.leaves(jax.tree.broadcast(prefix, state))
+  except ValueError as error:
+    raise ValueError(
+      f"{name} does not fit the trainable parameters: {error}"
+    ) from error

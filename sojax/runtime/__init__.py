@@ -1,0 +1,1 @@
+"""Executes the step graph on real hardware."""

@@ -1,0 +1,112 @@
+"""Dispatches forward and backward of the stages."""
+
+from collections.abc import Sequence
+
+import jax
+
+from sojax.graph.graph import Task
+from sojax.plan.buckets import Layout
+from sojax.programs.split_model import SplitModel
+from sojax.programs.stages import StagePrograms
+from sojax.runtime.executor import Wait
+from sojax.runtime.step import MicroBatch, Step
+from sojax.runtime.weights_in import Weights
+
+
+class Compute:
+  """Forward and backward tasks, and evaluation."""
+
+  def __init__(
+    self,
+    split: SplitModel,
+    layout: Layout,
+    programs: Sequence[StagePrograms],
+    weights: Weights,
+  ):
+    self._used = split.used
+    self._layout = layout
+    self._programs = programs
+    self._weights = weights
+    self._last = len(programs) - 1
+
+  def forward(self, task: Task, step: Step) -> Wait:
+    """Issues a stage's forward and keeps its input for backward."""
+    stage = _stage(task)
+    x = step.batches[task.micro].inputs if stage == 0 else step.inputs[stage]
+    step.inputs[stage] = x
+    step.before[stage] = step.other[stage]
+    y, step.other[stage] = self._programs[stage].forward(
+      self._weights.of_use(stage, step), step.other[stage], x
+    )
+    step.inputs[stage + 1] = y
+    return lambda: _wait(y)
+
+  def backward(self, task: Task, step: Step) -> Wait:
+    """Issues a stage's backward; the last one's computes the loss, too."""
+    stage = _stage(task)
+    programs = self._programs[stage]
+    last_micro = task.micro == len(step.batches) - 1
+    if stage == self._last:
+      dy = step.batches[task.micro].targets
+      step.before[stage] = step.other[stage]
+    else:
+      dy = step.grad
+    out = (programs.finish if last_micro else programs.add)(
+      self._weights.of_use(stage, step),
+      step.before.pop(stage),
+      step.inputs.pop(stage),
+      dy,
+      self._from_borrowers(stage, step),
+      step.partial.pop(stage, ()),
+    )
+    step.grad = out.dx
+    for place, grad in zip(programs.spec.tied, out.tied, strict=True):
+      step.tied.setdefault(self._used[stage][place], []).append(grad)
+    if out.loss is not None:
+      step.losses.append(out.loss)
+      step.other[stage] = out.other
+    if last_micro:
+      step.sumsqs[stage] = out.sumsq
+      units = iter(out.units)
+      for bucket in self._layout.of_stage(stage):
+        if bucket.trained:
+          step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
+    else:
+      step.partial[stage] = out.partial
+    sumsq = out.sumsq
+    return lambda: _wait(sumsq)
+
+  def evaluate(
+    self, batches: Sequence[MicroBatch], other: Sequence[Sequence[jax.Array]]
+  ) -> list[jax.Array]:
+    """Returns the loss of each micro-batch, without dropout.
+
+    All steps must have ended. Weights that flow are streamed in.
+    """
+    losses = []
+    for batch in batches:
+      x = batch.inputs
+      for stage in range(self._last + 1):
+        extra = (batch.targets,) if stage == self._last else ()
+        params = self._weights.of_evaluation(stage, after=x)
+        x = self._programs[stage].evaluate(params, other[stage], x, *extra)
+      losses.append(x)
+    return losses
+
+  def _from_borrowers(
+    self, stage: int, step: Step
+  ) -> dict[int, list[jax.Array]]:
+    return {
+      place: step.tied.pop(leaf)
+      for place, leaf in enumerate(self._used[stage])
+      if leaf in step.tied and leaf not in self._layout.model.borrowed[stage]
+    }
+
+
+def _stage(task: Task) -> int:
+  assert task.stage is not None
+  return task.stage
+
+
+def _wait(array: jax.Array) -> None:
+  array.block_until_ready()

@@ -1,0 +1,66 @@
+"""What a step reports, read when it is needed."""
+
+import numpy as np
+
+from sojax.graph.graph import TaskKind
+from sojax.runtime.executor import StepRun
+from sojax.runtime.step import HostVerdict
+
+
+class StepMetrics:
+  """The outcome of one step. Reading a value waits for it.
+
+  Every property raises StepError if the step failed.
+  """
+
+  def __init__(self, run: StepRun, last_stage: int):
+    self._run = run
+    self._last_stage = last_stage
+    self._losses = tuple(run.step.losses)
+
+  @property
+  def step(self) -> int:
+    """Number of the step, from 0."""
+    return self._run.step.number
+
+  @property
+  def loss(self) -> float:
+    """The loss: summed over unmasked tokens, divided by their number."""
+    self._run.wait_done(
+      lambda task: (
+        task.kind is TaskKind.BACKWARD and task.stage == self._last_stage
+      )
+    )
+    return float(np.sum([np.asarray(loss) for loss in self._losses]))
+
+  @property
+  def grad_norm(self) -> float:
+    """The global gradient norm before clipping."""
+    return self._verdict().norm
+
+  @property
+  def clipped(self) -> bool:
+    """Whether gradients were scaled down to the clip norm."""
+    verdict = self._verdict()
+    return verdict.finite and verdict.grad_scale < 1.0
+
+  @property
+  def skipped(self) -> bool:
+    """Whether a gradient was not finite, so that nothing was updated."""
+    return not self._verdict().finite
+
+  @property
+  def exposed_host_s(self) -> float:
+    """Seconds of the step's tasks when only the host was busy.
+
+    Waits for the whole step, so that the next one cannot overlap with it if
+    this is read before the next is begun.
+    """
+    self._run.wait_done()
+    return self._run.timeline().exposed_host_s()
+
+  def _verdict(self) -> HostVerdict:
+    self._run.wait_done(lambda task: task.kind is TaskKind.VALIDATE)
+    verdict = self._run.step.host_verdict
+    assert verdict is not None
+    return verdict

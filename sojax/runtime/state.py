@@ -1,0 +1,249 @@
+"""TrainState: everything that a checkpoint holds, wherever it lives."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sojax.cluster.mesh import Placement
+from sojax.host.adam import HostBucket, arena_bytes, kinds
+from sojax.host.arena import Arena
+from sojax.plan.buckets import Bucket, Layout, Leaf
+from sojax.programs.device_update import DeviceState
+from sojax.programs.split_model import SplitModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+  """Where a slice of a leaf lies: a range of one unit of one bucket."""
+
+  start: int
+  stop: int
+  bucket: int
+  unit: int
+  offset: int
+
+
+class TrainState:
+  """Master weights, moments, counters and the model's other state.
+
+  Attributes:
+    layout: how the model is cut into buckets.
+    host: the host buckets, by bucket index.
+    device: the state of device buckets, by bucket index.
+    other: for each stage its other state (rng keys and counts, statistics), as
+      of the newest Validate that was issued.
+    count: optimizer steps committed.
+    num_steps: steps begun, skipped ones included.
+  """
+
+  def __init__(self, split: SplitModel, layout: Layout, placement: Placement):
+    """Allocates the state and takes the masters from the model.
+
+    Args:
+      split: the model; every parameter must have a value.
+      layout: how it is cut into buckets.
+      placement: the mesh.
+
+    Raises:
+      ValueError: if a parameter has no value, or is not floating point.
+    """
+    for leaf, param in zip(layout.model.leaves, split.params, strict=True):
+      _check_value(leaf, param)
+    self.layout = layout
+    self._placement = placement
+    on_host = [b for b in layout.buckets if not b.on_device]
+    arena = Arena(arena_bytes(on_host))
+    self.host = {b.index: HostBucket(b, arena) for b in on_host}
+    self.device = {
+      b.index: _zeros(b, placement) for b in layout.buckets if b.on_device
+    }
+    self.other = [
+      tuple(_put(leaf, placement) for leaf in leaves) for leaves in split.other
+    ]
+    self._other_paths = [
+      _paths(name, parts.other_def, len(leaves))
+      for name, parts, leaves in zip(
+        layout.model.stage_names, split.parts, split.other, strict=True
+      )
+    ]
+    self.count = 0
+    self.num_steps = 0
+    self._places = _places(layout)
+    for index, param in enumerate(split.params):
+      values = np.asarray(param.get_value(), np.float32).reshape(-1)
+      self.write(index, "master", 0, values)
+
+  @property
+  def leaves(self) -> tuple[Leaf, ...]:
+    """The model's parameters."""
+    return self.layout.model.leaves
+
+  def read(self, leaf: int, kind: str, start: int, stop: int) -> np.ndarray:
+    """Returns a copy of a range of one leaf's state.
+
+    Args:
+      leaf: index of the leaf.
+      kind: "master", "mu" or "nu"; the moments exist for trained leaves only.
+      start: first element, in row-major order.
+      stop: end of the range.
+
+    Returns:
+      float32 [stop - start].
+    """
+    values = np.empty(stop - start, np.float32)
+    for place, low, high in self._overlaps(leaf, start, stop):
+      unit = self._unit(place, kind)
+      first = place.offset + low - place.start
+      values[low - start : high - start] = unit[first : first + high - low]
+    return values
+
+  def write(self, leaf: int, kind: str, start: int, values: np.ndarray) -> None:
+    """Replaces a range of one leaf's state; see `read`.
+
+    Args:
+      leaf: index of the leaf.
+      kind: "master", "mu" or "nu".
+      start: first element.
+      values: float32, one-dimensional.
+    """
+    for place, low, high in self._overlaps(leaf, start, start + values.size):
+      first = place.offset + low - place.start
+      new = values[low - start : high - start]
+      if place.bucket in self.host:
+        self._unit(place, kind)[first : first + high - low] = new
+      else:
+        self._write_device(place, kind, first, new)
+
+  def masters(self) -> dict[int, list[np.ndarray]]:
+    """Returns every bucket's masters, one flat array per wire unit."""
+    masters = {i: bucket.units("master") for i, bucket in self.host.items()}
+    for index, state in self.device.items():
+      masters[index] = [np.asarray(x).reshape(-1) for x in state.master]
+    return masters
+
+  def scalars(self) -> dict[str, int]:
+    """Returns the counters."""
+    return {"count": self.count, "num_steps": self.num_steps}
+
+  def load_scalars(self, scalars: Mapping[str, int]) -> None:
+    """Replaces the counters."""
+    self.count = int(scalars["count"])
+    self.num_steps = int(scalars["num_steps"])
+
+  def other_state(self) -> dict[str, np.ndarray]:
+    """Returns a copy of the other state by name; rng keys as key data."""
+    return {
+      path: np.array(_data(leaf))
+      for paths, leaves in zip(self._other_paths, self.other, strict=True)
+      for path, leaf in zip(paths, leaves, strict=True)
+    }
+
+  def load_other_state(self, arrays: Mapping[str, np.ndarray]) -> None:
+    """Replaces the other state."""
+    self.other = [
+      tuple(
+        _put(_like(leaf, arrays[path]), self._placement)
+        for path, leaf in zip(paths, leaves, strict=True)
+      )
+      for paths, leaves in zip(self._other_paths, self.other, strict=True)
+    ]
+
+  def _overlaps(
+    self, leaf: int, start: int, stop: int
+  ) -> Iterator[tuple[_Place, int, int]]:
+    for place in self._places[leaf]:
+      low, high = max(start, place.start), min(stop, place.stop)
+      if low < high:
+        yield place, low, high
+
+  def _unit(self, place: _Place, kind: str) -> np.ndarray:
+    if place.bucket in self.host:
+      return self.host[place.bucket].units(kind)[place.unit]
+    unit = getattr(self.device[place.bucket], kind)[place.unit]
+    return np.asarray(unit).reshape(-1)
+
+  def _write_device(
+    self, place: _Place, kind: str, first: int, new: np.ndarray
+  ) -> None:
+    state = self.device[place.bucket]
+    units = list(getattr(state, kind))
+    values = np.array(units[place.unit]).reshape(-1)
+    values[first : first + new.size] = new
+    shape = units[place.unit].shape
+    units[place.unit] = _put(values.reshape(shape), self._placement)
+    self.device[place.bucket] = dataclasses.replace(
+      state, **{kind: tuple(units)}
+    )
+
+
+def _check_value(leaf: Leaf, param: Any) -> None:
+  value = param.get_value()
+  if isinstance(value, jax.ShapeDtypeStruct):
+    raise ValueError(
+      f"parameter {leaf.name} is abstract; initialise the model first"
+    )
+  if not jnp.issubdtype(value.dtype, jnp.floating):
+    raise ValueError(
+      f"parameter {leaf.name} is {value.dtype}; only floating point"
+      " parameters are supported: make it another kind of nnx.Variable"
+    )
+
+
+def _zeros(bucket: Bucket, placement: Placement) -> DeviceState:
+  columns = {
+    kind: tuple(
+      jax.device_put(jnp.zeros(unit.shape, jnp.float32), placement.device)
+      for unit in bucket.units
+    )
+    for kind in kinds(bucket)
+  }
+  return DeviceState(**columns)
+
+
+def _places(layout: Layout) -> list[list[_Place]]:
+  places: list[list[_Place]] = [[] for _ in layout.model.leaves]
+  for bucket in layout.buckets:
+    for number, unit in enumerate(bucket.units):
+      offset = 0
+      for piece in unit.slices:
+        places[piece.leaf].append(
+          _Place(piece.start, piece.stop, bucket.index, number, offset)
+        )
+        offset += piece.size
+  for pieces in places:
+    pieces.sort(key=lambda place: place.start)
+  for leaf, pieces in zip(layout.model.leaves, places, strict=True):
+    assert sum(p.stop - p.start for p in pieces) == math.prod(leaf.shape)
+  return places
+
+
+def _paths(stage: str, other_def: Any, num_leaves: int) -> list[str]:
+  tree = jax.tree.unflatten(other_def, range(num_leaves))
+  return [
+    stage + jax.tree_util.keystr(path)
+    for path, _ in jax.tree.leaves_with_path(tree)
+  ]
+
+
+def _data(leaf: jax.Array) -> jax.Array:
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(leaf)
+  return leaf
+
+
+def _like(leaf: jax.Array, values: np.ndarray) -> Any:
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    impl = jax.random.key_impl(leaf)
+    return jax.random.wrap_key_data(jnp.array(values), impl=impl)
+  return values
+
+
+def _put(leaf: Any, placement: Placement) -> jax.Array:
+  """Copies a leaf to the device, sharing no memory with the caller."""
+  copy = leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+  return jax.device_put(copy, placement.device)

@@ -1,0 +1,95 @@
+"""The data that the tasks of one step hand to each other."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from sojax.host.wire import WireBuffer
+from sojax.plan.adamw import AdamScalars
+from sojax.programs.stages import Targets
+from sojax.programs.validate import Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+  """A micro-batch on the device: int32 [B, T] inputs, and what to predict."""
+
+  inputs: jax.Array
+  targets: Targets
+
+
+@dataclasses.dataclass(frozen=True)
+class HostVerdict:
+  """Validate's outcome as the host reads it: the bits of the device's."""
+
+  grad_scale: float
+  finite: bool
+  norm: float
+
+
+@dataclasses.dataclass
+class Step:
+  """One step on its way through the graph. Each field is for its consumer.
+
+  Attributes:
+    number: counts calls of Trainer.step, from 0.
+    batches: the micro-batches.
+    other_before: each stage's other state before the step.
+    other: the same as of the newest forward.
+    before: each stage's other state as it went into the newest forward.
+    inputs: input of each stage in the current micro-batch.
+    grad: gradient of the newest backward's input.
+    tied: gradients from borrowers, by leaf, in the current micro-batch.
+    partial: each stage's sums over micro-batches so far.
+    units: gradient wire units on the device, by bucket.
+    host_grads: the same on the host, by bucket.
+    sumsqs: sums of squares, by stage.
+    losses: one per micro-batch.
+    fetched: weight units that flowed in, by (stage, bucket).
+    wire: buffers that new weights were written into, by bucket.
+    scalars: AdamW's scalars, by hyper-parameter group.
+    verdict: Validate's outcome on the device.
+    host_verdict: the same on the host.
+    committed: whether Validate has let the step change the state.
+  """
+
+  number: int
+  batches: Sequence[MicroBatch]
+  other_before: Sequence[tuple[jax.Array, ...]]
+  other: list[tuple[jax.Array, ...]] = dataclasses.field(init=False)
+  before: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  inputs: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+  grad: jax.Array | None = None
+  tied: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+  partial: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  units: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  host_grads: dict[int, list[np.ndarray]] = dataclasses.field(
+    default_factory=dict
+  )
+  sumsqs: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+  losses: list[jax.Array] = dataclasses.field(default_factory=list)
+  fetched: dict[tuple[int, int], list[jax.Array]] = dataclasses.field(
+    default_factory=dict
+  )
+  wire: dict[int, list[WireBuffer]] = dataclasses.field(default_factory=dict)
+  scalars: tuple[AdamScalars, ...] = ()
+  verdict: Verdict | None = None
+  host_verdict: HostVerdict | None = None
+  committed: bool = False
+
+  def __post_init__(self):
+    self.other = list(self.other_before)
+
+  def release(self) -> None:
+    """Drops the arrays that only tasks need; the outcome stays."""
+    self.batches = self.other_before = ()
+    self.other.clear()
+    self.sumsqs.clear()

@@ -1,0 +1,254 @@
+"""Weights on their way to the device, and the leaves that stages use.
+
+Weight-stationary: the device keeps the working weights; each update's result
+goes through a ring of pinned buffers and replaces them. Weight-flow: a pinned
+copy on the host is the working weights; each use of a stage gets its own copy
+on the device, which is gone after the use.
+"""
+
+import abc
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from sojax.cluster.mesh import Placement
+from sojax.graph.graph import Task
+from sojax.host.adam import write_weights
+from sojax.host.wire import WireBuffer, WireRing
+from sojax.plan.account import ring_counts
+from sojax.plan.buckets import Bucket, Layout
+from sojax.plan.config import TrainConfig
+from sojax.plan.plan import Plan, WireDtypes
+from sojax.programs.split_model import SplitModel
+from sojax.programs.unpack import Unpacker
+from sojax.runtime.executor import Wait
+from sojax.runtime.step import Step
+
+Masters = Mapping[int, Sequence[np.ndarray]]
+"""Float32 masters of every bucket, one flat array per wire unit."""
+
+
+class Weights(abc.ABC):
+  """Working weights, as stages take them and as updates replace them."""
+
+  @abc.abstractmethod
+  def load(self, masters: Masters) -> None:
+    """Replaces all working weights by roundings of the masters.
+
+    No step may be under way.
+    """
+
+  @abc.abstractmethod
+  def buffers(self, bucket: Bucket) -> list[WireBuffer]:
+    """Returns where an update writes the bucket's new weights; may block."""
+
+  @abc.abstractmethod
+  def arrive(self, bucket: int, units: Sequence[jax.Array]) -> None:
+    """Takes a bucket's new weights on the device, ready or not."""
+
+  @abc.abstractmethod
+  def weight_in(self, task: Task, step: Step) -> Wait | None:
+    """Issues the transfer of a bucket's weights to the device."""
+
+  @abc.abstractmethod
+  def of_use(self, stage: int, step: Step) -> tuple[jax.Array, ...]:
+    """Returns a stage's parameters, by place, for one program of a step."""
+
+  @abc.abstractmethod
+  def of_evaluation(
+    self, stage: int, *, after: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    """Returns a stage's parameters outside of steps.
+
+    Args:
+      stage: the stage.
+      after: the stage's input; weights that flow wait for it, so that few are
+        on the device at once.
+    """
+
+
+class StationaryWeights(Weights):
+  """Working weights that stay on the device."""
+
+  def __init__(
+    self,
+    split: SplitModel,
+    layout: Layout,
+    plan: Plan,
+    config: TrainConfig,
+    placement: Placement,
+  ):
+    self._layout = layout
+    self._used = split.used
+    self._placement = placement
+    self._wire = WireDtypes.of(plan, config)
+    self._unpacker = _unpacker(split, config, placement)
+    self._ring = WireRing(
+      ring_counts(layout, plan), dtype=self._wire.weight, placement=placement
+    )
+    self._leaves: dict[int, jax.Array] = {}
+    self._arrived: dict[int, Sequence[jax.Array]] = {}
+
+  def load(self, masters: Masters) -> None:
+    """Rounds the masters and places them."""
+    self._ring.reset()
+    for bucket in self._layout.buckets:
+      self._arrived[bucket.index] = [
+        self._from_master(unit.shape, master)
+        for unit, master in zip(
+          bucket.units, masters[bucket.index], strict=True
+        )
+      ]
+
+  def arrive(self, bucket: int, units: Sequence[jax.Array]) -> None:
+    """Keeps the units until a stage asks for its leaves."""
+    self._arrived[bucket] = units
+
+  def buffers(self, bucket: Bucket) -> list[WireBuffer]:
+    """Takes buffers out of the ring; waits until some are free."""
+    return [self._ring.take(unit.shape) for unit in bucket.units]
+
+  def weight_in(self, task: Task, step: Step) -> Wait | None:
+    """Sends what the update wrote; its end frees the buffers."""
+    assert task.bucket is not None
+    buffers = step.wire.pop(task.bucket, None)
+    if buffers is None:
+      return None  # skipped: the weights on the device are the right ones
+    units = _send(buffers, self._placement)
+    self.arrive(task.bucket, units)
+
+    def wait() -> None:
+      try:
+        jax.block_until_ready(units)
+      finally:
+        self._ring.give_back(buffers)
+
+    return wait
+
+  def of_evaluation(
+    self, stage: int, *, after: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    """Returns the leaves that are there."""
+    del after
+    return self._leaves_of(stage)
+
+  def of_use(self, stage: int, step: Step) -> tuple[jax.Array, ...]:
+    """Returns the leaves that are there."""
+    del step
+    return self._leaves_of(stage)
+
+  def _leaves_of(self, stage: int) -> tuple[jax.Array, ...]:
+    for owner in {bucket.stage for bucket in self._layout.used_by(stage)}:
+      arrived = {
+        bucket: self._arrived.pop(bucket.index)
+        for bucket in self._layout.of_stage(owner)
+        if bucket.index in self._arrived
+      }
+      new = self._unpacker.unpack(owner, arrived, self._leaves)
+      self._leaves.update(new)
+    return tuple(self._leaves[leaf] for leaf in self._used[stage])
+
+  def _from_master(
+    self, shape: tuple[int, ...], master: np.ndarray
+  ) -> jax.Array:
+    weights = np.empty(master.shape, jax.numpy.dtype(self._wire.weight))
+    write_weights(master, weights)
+    return jax.device_put(weights.reshape(shape), self._placement.device)
+
+
+class FlowingWeights(Weights):
+  """Working weights that live in pinned host memory."""
+
+  def __init__(
+    self,
+    split: SplitModel,
+    layout: Layout,
+    plan: Plan,
+    config: TrainConfig,
+    placement: Placement,
+  ):
+    self._layout = layout
+    self._used = split.used
+    self._placement = placement
+    self._unpacker = _unpacker(split, config, placement)
+    wire = WireDtypes.of(plan, config)
+    self._buffers = {
+      bucket.index: [
+        WireBuffer(unit.shape, wire.weight, placement) for unit in bucket.units
+      ]
+      for bucket in layout.buckets
+    }
+
+  def load(self, masters: Masters) -> None:
+    """Rounds the masters into the pinned copy."""
+    for index, buffers in self._buffers.items():
+      for buffer, master in zip(buffers, masters[index], strict=True):
+        write_weights(master, buffer.view_inout)
+
+  def buffers(self, bucket: Bucket) -> list[WireBuffer]:
+    """Returns the bucket's part of the pinned copy."""
+    return self._buffers[bucket.index]
+
+  def arrive(self, bucket: int, units: Sequence[jax.Array]) -> None:
+    """Is never called: device buckets do not flow."""
+    raise AssertionError(f"bucket {bucket} has a home on the device")
+
+  def weight_in(self, task: Task, step: Step) -> Wait:
+    """Sends a bucket for one use of one stage."""
+    assert task.bucket is not None and task.stage is not None
+    units = _send(self._buffers[task.bucket], self._placement)
+    step.fetched[task.stage, task.bucket] = units
+    return lambda: jax.block_until_ready(units)
+
+  def of_use(self, stage: int, step: Step) -> tuple[jax.Array, ...]:
+    """Returns the leaves that were sent for this use."""
+    arrived = {
+      bucket: step.fetched.pop((stage, bucket.index))
+      for bucket in self._layout.used_by(stage)
+    }
+    return self._take(stage, arrived)
+
+  def of_evaluation(
+    self, stage: int, *, after: jax.Array
+  ) -> tuple[jax.Array, ...]:
+    """Sends the leaves once the input is there; waits for them."""
+    after.block_until_ready()
+    arrived = {
+      bucket: _send(self._buffers[bucket.index], self._placement)
+      for bucket in self._layout.used_by(stage)
+    }
+    # Buffers must stay as they are until they have arrived.
+    jax.block_until_ready(list(arrived.values()))
+    return self._take(stage, arrived)
+
+  def _take(
+    self, stage: int, arrived: Mapping[Bucket, Sequence[jax.Array]]
+  ) -> tuple[jax.Array, ...]:
+    leaves = self._unpacker.unpack(stage, arrived, {})
+    return tuple(leaves[leaf] for leaf in self._used[stage])
+
+
+def make_weights(
+  split: SplitModel,
+  layout: Layout,
+  plan: Plan,
+  config: TrainConfig,
+  placement: Placement,
+) -> Weights:
+  """Returns the kind of working weights that a plan asks for; not loaded."""
+  kind = {"stationary": StationaryWeights, "flow": FlowingWeights}[plan.weights]
+  return kind(split, layout, plan, config, placement)
+
+
+def _unpacker(
+  split: SplitModel, config: TrainConfig, placement: Placement
+) -> Unpacker:
+  return Unpacker(split.shape, split.used, config.working_dtype, placement)
+
+
+def _send(
+  buffers: Sequence[WireBuffer], placement: Placement
+) -> list[jax.Array]:
+  arrays = [buffer.array for buffer in buffers]
+  return jax.device_put(arrays, placement.device)

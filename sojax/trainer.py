@@ -1,0 +1,287 @@
+"""The facade: a model, an optimizer and a plan become a training loop."""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from sojax import checkpoint
+from sojax.cluster.mesh import Placement
+from sojax.graph.graph import TaskKind
+from sojax.graph.schedule import schedule
+from sojax.graph.timeline import Timeline
+from sojax.host.kernels import Pool, cpu_info
+from sojax.plan.account import make_account
+from sojax.plan.adamw import Optimizer
+from sojax.plan.buckets import plan_buckets
+from sojax.plan.config import TrainConfig
+from sojax.plan.plan import Plan, WireDtypes
+from sojax.programs.split_model import split_model
+from sojax.programs.stages import make_stage_programs, stage_input_bytes
+from sojax.runtime.batches import Batches
+from sojax.runtime.compute import Compute
+from sojax.runtime.executor import Action, Executor, StepError
+from sojax.runtime.gradients_out import GradientsOut
+from sojax.runtime.metrics import StepMetrics
+from sojax.runtime.state import TrainState
+from sojax.runtime.step import Step
+from sojax.runtime.updates import DeviceUpdates, HostUpdates
+from sojax.runtime.validation import Validation
+from sojax.runtime.weights_in import make_weights
+
+
+class Trainer:
+  """Trains a model whose optimizer state lives on the host.
+
+  Attributes:
+    config: what is trained.
+    plan: how a step is carried out.
+    layout: the model cut into buckets.
+    graph: the tasks of a step.
+    close: ends the threads, after the work under way; may be called again.
+    account: bytes that the plan takes on host and device.
+  """
+
+  def __init__(
+    self,
+    model: nnx.Module,
+    optimizer: Optimizer,
+    config: TrainConfig,
+    plan: str | Plan | Mapping[str, Any] = "auto",
+    mesh: Mesh | None = None,
+    trainable: Any = nnx.Param,
+  ):
+    """Copies the model's parameters; the model itself is left as it is.
+
+    Args:
+      model: a Flax NNX model with `stages()`. Initialise one that is larger
+        than the device under jax.default_device of a CPU device.
+      optimizer: from `sojax.adamw` or `sojax.partition`.
+      config: batch, precision and clipping.
+      plan: "auto", a Plan, or a mapping of its switches.
+      mesh: None for the first device, or a mesh of one device with the axes
+        "data" and "seq".
+      trainable: nnx filter of the Params that are trained.
+
+    Raises:
+      ValueError: for anything that does not fit together; nothing has been
+        started then.
+    """
+    self.config = config
+    self.plan = Plan.of(plan)
+    self._model = model
+    placement = Placement.of(mesh)
+    self._split = split_model(model, optimizer, trainable)
+    wire = WireDtypes.of(self.plan, config)
+    self.layout = plan_buckets(
+      self._split.shape,
+      bucket_bytes=self.plan.bucket_bytes,
+      elem_bytes=wire.grad_bytes,
+      device_buckets=self.plan.device_buckets,
+    )
+    self.graph = schedule(self.layout, self.plan, config)
+    programs = make_stage_programs(
+      self._split, self.layout, wire.grad, placement
+    )
+    self.account = make_account(
+      self.layout,
+      self.plan,
+      config,
+      stage_input_bytes(
+        programs,
+        self._split,
+        config.working_dtype,
+        (config.micro_batch, config.seq_len),
+      ),
+    )
+    vocab_size = getattr(model, "vocab_size", None)
+    self._batches = Batches(config, vocab_size, placement)
+    self._state = TrainState(self._split, self.layout, placement)
+    self._weights = make_weights(
+      self._split, self.layout, self.plan, config, placement
+    )
+    self._weights.load(self._state.masters())
+    self._compute = Compute(self._split, self.layout, programs, self._weights)
+    self._pool = Pool(self.plan.pool_threads or cpu_info().cores)
+    self._executor = Executor(self.graph, self._actions(placement))
+    self._broken: StepError | None = None
+    self.close = weakref.finalize(self, _close, self._executor, self._pool)
+
+  @property
+  def count(self) -> int:
+    """Optimizer steps committed; waits for the steps under way."""
+    self.drain()
+    return self._state.count
+
+  @property
+  def num_steps(self) -> int:
+    """Steps taken, skipped ones included."""
+    return self._state.num_steps
+
+  def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
+    """Starts a training step; returns when all device work is dispatched.
+
+    Args:
+      batch: "tokens", int32 [accumulation * micro_batch, seq_len + 1], and
+        perhaps "loss_mask", float32 or bool [.., seq_len]: the weight of each
+        predicted token. The arrays may be reused afterwards.
+
+    Returns:
+      The step's metrics, which wait when they are read.
+
+    Raises:
+      ValueError: if the batch has another form; nothing has changed then.
+      StepError: if this step or an earlier one failed.
+    """
+    batches = self._batches.for_step(batch)
+    with self._noting_failures():
+      self._executor.raise_if_failed()
+      step = Step(self._state.num_steps, batches, tuple(self._state.other))
+      self._state.num_steps += 1
+      run = self._executor.run(step)
+    return StepMetrics(run, last_stage=self.layout.model.num_stages - 1)
+
+  def evaluate(self, batch: Mapping[str, np.ndarray]) -> float:
+    """Returns the loss of a batch without training; dropout is off.
+
+    Args:
+      batch: as for `step`, with any multiple of micro_batch rows.
+
+    Returns:
+      The loss summed over unmasked tokens, divided by their number.
+
+    Raises:
+      ValueError: if the batch has another form.
+      StepError: if an earlier step failed.
+    """
+    batches = self._batches.for_evaluation(batch)
+    self.drain()
+    losses = self._compute.evaluate(batches, self._state.other)
+    return float(np.sum([np.asarray(loss) for loss in losses]))
+
+  def drain(self) -> None:
+    """Waits until every step has ended.
+
+    Raises:
+      StepError: if one of them failed.
+    """
+    with self._noting_failures():
+      self._executor.drain()
+
+  def save(
+    self,
+    directory: str | os.PathLike[str],
+    user_state: Mapping[str, Any] | None = None,
+  ) -> Path:
+    """Writes a checkpoint of everything that training depends on.
+
+    Args:
+      directory: where checkpoints are kept, each in a folder of its own.
+      user_state: what else the caller wants back; JSON values.
+
+    Returns:
+      The checkpoint's folder.
+
+    Raises:
+      StepError: if an earlier step failed.
+    """
+    self.drain()
+    return checkpoint.save(
+      Path(directory), self._state, user_state=dict(user_state or {})
+    )
+
+  def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Continues from a checkpoint; also after a step that failed.
+
+    Args:
+      path: a checkpoint, or the directory whose newest complete one is taken.
+
+    Returns:
+      The `user_state` that was saved with it.
+
+    Raises:
+      ValueError: if it is damaged or of another model; nothing has changed
+        then.
+      FileNotFoundError: if there is none.
+    """
+    self._executor.settle()
+    user_state = checkpoint.restore(Path(path), self._state)
+    self._executor.forget_failure()
+    self._weights.load(self._state.masters())
+    self._broken = None
+    return user_state
+
+  def timeline(self) -> Timeline:
+    """Returns what ran when in the newest steps."""
+    return self._executor.timeline()
+
+  def sync_model(self) -> Any:
+    """Writes the trained masters into the model's Params; returns the model.
+
+    Values keep their dtypes and devices.
+    """
+    self.drain()
+    for index, (leaf, param) in enumerate(
+      zip(self._split.shape.leaves, self._split.params, strict=True)
+    ):
+      old = param.get_value()
+      master = self._state.read(index, "master", 0, leaf.size)
+      values = master.reshape(leaf.shape).astype(old.dtype)
+      param.set_value(jax.device_put(values, old.sharding))
+    return self._model
+
+  def __enter__(self) -> "Trainer":
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    self.close()
+
+  def _actions(self, placement: Placement) -> dict[TaskKind, Action]:
+    groups = self.layout.model.groups
+    validation = Validation(
+      self._state, groups, self.config.clip_norm, placement
+    )
+    host = HostUpdates(self.layout, self._state, self._weights, self._pool)
+    device = DeviceUpdates(
+      self.layout,
+      self._state,
+      self._weights,
+      self.config.working_dtype,
+      placement,
+    )
+    return {
+      TaskKind.FORWARD: self._compute.forward,
+      TaskKind.BACKWARD: self._compute.backward,
+      TaskKind.GRAD_OUT: GradientsOut(placement).grad_out,
+      TaskKind.VALIDATE: validation.validate,
+      TaskKind.HOST_UPDATE: host.host_update,
+      TaskKind.DEVICE_UPDATE: device.device_update,
+      TaskKind.WEIGHT_IN: self._weights.weight_in,
+    }
+
+  @contextlib.contextmanager
+  def _noting_failures(self) -> Iterator[None]:
+    """Takes an intact failure back; remembers one that broke the state."""
+    if self._broken is not None:
+      raise self._broken
+    try:
+      yield
+    except StepError as error:
+      if error.intact:
+        self._state.other = list(error.data.other_before)
+        self._state.num_steps = error.step
+      else:
+        self._broken = error
+      raise
+
+
+def _close(executor: Executor, pool: Pool) -> None:
+  executor.close()
+  pool.close()

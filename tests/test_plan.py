@@ -1,0 +1,73 @@
+"""Plan and TrainConfig: every wrong switch is refused by name."""
+
+import pytest
+
+from sojax.plan.config import TrainConfig
+from sojax.plan.plan import Plan, WireDtypes
+
+
+@pytest.mark.parametrize(
+  ("switches", "message"),
+  [
+    ({"weights": "streamed"}, "weights='streamed' is not one of"),
+    ({"bucket_bytes": 1}, "bucket_bytes=1 is below 65536"),
+    ({"bucket_bytes": 1e6}, "bucket_bytes=1000000.0 must be an integer"),
+    ({"device_buckets": -1}, "device_buckets=-1 is below 0"),
+    ({"device_buckets": True}, "device_buckets=True must be an integer"),
+    ({"flow_window": 1}, "flow_window=1 is below 2"),
+    ({"ring_slots": 0}, "ring_slots=0 is below 1"),
+    ({"pool_threads": 0}, "pool_threads=0 is below 1"),
+    ({"speculation": "record3"}, "'record3' is not there yet; use one of"),
+    ({"speculation": "often"}, "speculation='often' is not one of"),
+    ({"weights": "flow", "device_buckets": 1}, "device_buckets=1 keeps"),
+    ({"bucket_size": 1}, "unknown plan switch 'bucket_size'; known:"),
+  ],
+)
+def test_a_wrong_switch_is_refused(switches, message):
+  with pytest.raises(ValueError, match=message):
+    Plan.of(switches)
+
+
+def test_auto_is_weight_stationary_and_all_on_the_host():
+  plan = Plan.of("auto")
+  assert plan == Plan()
+  assert (plan.weights, plan.device_buckets) == ("stationary", 0)
+  with pytest.raises(ValueError, match="plan='fast' is unknown"):
+    Plan.of("fast")
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"micro_batch": 0}, "micro_batch=0"),
+    ({"seq_len": 2.0}, "seq_len=2.0"),
+    ({"accumulation": 0}, "accumulation=0"),
+    ({"precision": "fp8"}, "precision='fp8' is not one of"),
+    ({"clip_norm": 0.0}, "clip_norm=0.0 must be positive"),
+    ({"clip_norm": -1.0}, "clip_norm=-1.0 must be positive"),
+    ({"clip_norm": float("nan")}, "clip_norm=nan must be positive"),
+    ({"clip_norm": float("inf")}, "clip_norm=inf must be positive"),
+  ],
+)
+def test_a_wrong_config_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    TrainConfig(**({"micro_batch": 1, "seq_len": 8} | fields))
+
+
+@pytest.mark.parametrize(
+  ("precision", "grad_cast", "weight_cast", "grad_bytes", "weight_bytes"),
+  [
+    ("fp32", "host", "host", 4, 4),
+    ("fp32", "device", "device", 4, 4),
+    ("bf16", "host", "host", 2, 2),
+    ("bf16", "device", "host", 4, 2),
+    ("bf16", "host", "device", 2, 4),
+  ],
+)
+def test_the_side_that_casts_decides_what_crosses(
+  precision, grad_cast, weight_cast, grad_bytes, weight_bytes
+):
+  config = TrainConfig(micro_batch=1, seq_len=8, precision=precision)
+  plan = Plan(grad_cast=grad_cast, weight_cast=weight_cast)
+  wire = WireDtypes.of(plan, config)
+  assert (wire.grad_bytes, wire.weight_bytes) == (grad_bytes, weight_bytes)

@@ -1,0 +1,122 @@
+"""What the tests of whole training runs share: a small model, its batches."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import sojax
+from sojax.graph.graph import TaskKind
+from sojax.models.gpt import GPT, GPTConfig
+
+VOCAB_SIZE = 256
+SEQ_LEN = 24
+
+
+def small_gpt(**changes) -> GPT:
+  """Builds a GPT of two blocks; a MiB of parameters."""
+  config = {
+    "vocab_size": VOCAB_SIZE,
+    "num_layers": 2,
+    "hidden_dim": 64,
+    "num_heads": 2,
+    "max_seq_len": 32,
+  }
+  return GPT(GPTConfig(**(config | changes)), rngs=nnx.Rngs(0))
+
+
+def decayed(params):
+  """Decays matrices only, as is usual."""
+  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def optimizer(**changes) -> sojax.AdamW:
+  schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 3, 40)
+  arguments = {"b2": 0.95, "weight_decay": 0.1, "mask": decayed} | changes
+  return sojax.adamw(arguments.pop("learning_rate", schedule), **arguments)
+
+
+def config(**changes) -> sojax.TrainConfig:
+  return sojax.TrainConfig(**({"micro_batch": 4, "seq_len": SEQ_LEN} | changes))
+
+
+def batches(count, *, rows=4, seed=0, seq_len=SEQ_LEN) -> list[dict[str, Any]]:
+  """Makes batches of tokens whose next one can be learned."""
+  rng = np.random.default_rng(seed)
+  starts = rng.integers(0, VOCAB_SIZE, (count, rows, 1))
+  steps = rng.integers(1, 4, (count, rows, 1))
+  tokens = (starts + steps * np.arange(seq_len + 1)) % VOCAB_SIZE
+  return [{"tokens": t} for t in tokens.astype(np.int32)]
+
+
+def trainer(plan="auto", *, model=None, adamw=None, **changes):
+  return sojax.Trainer(
+    model or small_gpt(), adamw or optimizer(), config(**changes), plan
+  )
+
+
+def state_of(trainer) -> dict[str, np.ndarray]:
+  """Returns every array and counter of the state, by name; waits."""
+  trainer.drain()
+  state = trainer._state
+  arrays = {
+    f"{leaf.name} {kind}": state.read(i, kind, 0, leaf.size)
+    for i, leaf in enumerate(state.leaves)
+    for kind in (("master", "mu", "nu") if leaf.trained else ("master",))
+  }
+  counters = {k: np.array(v) for k, v in state.scalars().items()}
+  return arrays | counters | state.other_state()
+
+
+def assert_same_bits(ours: Mapping[str, Any], theirs: Mapping[str, Any]):
+  assert ours.keys() == theirs.keys()
+  for name, array in ours.items():
+    assert array.dtype == theirs[name].dtype, name
+    same = array.tobytes() == theirs[name].tobytes()
+    assert same, f"{name} differs"
+
+
+@dataclasses.dataclass
+class Recorded:
+  """What the host updates of one step were given."""
+
+  grads: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  grad_scale: float = 0.0
+  norm: float = 0.0
+  scalars: tuple[Any, ...] = ()
+
+
+def record(trainer) -> list[Recorded]:
+  """Records, from now on, the gradients of each step by leaf name."""
+  steps: list[Recorded] = []
+  actions = trainer._executor._actions
+  update = actions[TaskKind.HOST_UPDATE]
+  leaves = trainer.layout.model.leaves
+
+  def recording_update(task, step):
+    while len(steps) <= step.number:
+      steps.append(Recorded())
+    seen = steps[step.number]
+    seen.grad_scale = step.host_verdict.grad_scale
+    seen.norm = step.host_verdict.norm
+    seen.scalars = step.scalars
+    bucket = trainer.layout.buckets[task.bucket]
+    for unit, grad in zip(
+      bucket.units, step.host_grads[task.bucket], strict=True
+    ):
+      flat, offset = np.array(grad).reshape(-1), 0
+      for piece in unit.slices:
+        leaf = leaves[piece.leaf]
+        whole = seen.grads.setdefault(
+          leaf.name, np.zeros(leaf.size, flat.dtype)
+        )
+        whole[piece.start : piece.stop] = flat[offset : offset + piece.size]
+        offset += piece.size
+    return update(task, step)
+
+  actions[TaskKind.HOST_UPDATE] = recording_update
+  return steps
