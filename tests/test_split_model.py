@@ -1,9 +1,9 @@
 """A model taken apart: leaves, ties, groups. Oracle: the model's own Params."""
 
-from flax import nnx
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import sojax
 from sojax.models.gpt import abstract_gpt
