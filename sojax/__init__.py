@@ -6,7 +6,7 @@ from sojax.host.kernels import CpuInfo, cpu_info
 from sojax.plan.adamw import AdamW, adamw, partition
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan
-from sojax.runtime.executor import StepError
+from sojax.runtime.run import StepError
 from sojax.trainer import Trainer
 
 __all__ = [

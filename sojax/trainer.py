@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan, WireDtypes
 from sojax.programs.split_model import split_model
-from sojax.programs.stages import make_stage_programs, stage_input_bytes
+from sojax.programs.stages import StagePrograms, make_stage_programs
+from sojax.programs.trace import trace_stages
 from sojax.runtime.batches import Batches
 from sojax.runtime.compute import Compute
-from sojax.runtime.executor import Action, Executor, StepError
+from sojax.runtime.executor import Action, Executor
 from sojax.runtime.gradients_out import GradientsOut
 from sojax.runtime.metrics import StepMetrics
+from sojax.runtime.run import StepError
 from sojax.runtime.state import TrainState
 from sojax.runtime.step import Step
 from sojax.runtime.updates import DeviceUpdates, HostUpdates
@@ -45,7 +47,6 @@ class Trainer:
     plan: how a step is carried out.
     layout: the model cut into buckets.
     graph: the tasks of a step.
-    close: ends the threads, after the work under way; may be called again.
     account: bytes that the plan takes on host and device.
   """
 
@@ -68,17 +69,23 @@ class Trainer:
       plan: "auto", a Plan, or a mapping of its switches.
       mesh: None for the first device, or a mesh of one device with the axes
         "data" and "seq".
-      trainable: nnx filter of the Params that are trained.
+      trainable: nnx filter of the Params that are trained. All modules run in
+        training mode (dropout, statistics), whether theirs are or not.
 
     Raises:
       ValueError: for anything that does not fit together; nothing has been
         started then.
     """
+    if not isinstance(config, TrainConfig):
+      raise ValueError(f"config is a {type(config).__name__}; use TrainConfig")
     self.config = config
     self.plan = Plan.of(plan)
     self._model = model
-    placement = Placement.of(mesh)
+    self._placement = Placement.of(mesh)
     self._split = split_model(model, optimizer, trainable)
+    shapes = trace_stages(
+      self._split, config.working_dtype, (config.micro_batch, config.seq_len)
+    )
     wire = WireDtypes.of(self.plan, config)
     self.layout = plan_buckets(
       self._split.shape,
@@ -87,32 +94,31 @@ class Trainer:
       device_buckets=self.plan.device_buckets,
     )
     self.graph = schedule(self.layout, self.plan, config)
-    programs = make_stage_programs(
-      self._split, self.layout, wire.grad, placement
-    )
     self.account = make_account(
       self.layout,
       self.plan,
       config,
-      stage_input_bytes(
-        programs,
-        self._split,
-        config.working_dtype,
-        (config.micro_batch, config.seq_len),
-      ),
+      [shape.x.size * shape.x.dtype.itemsize for shape in shapes],
     )
-    vocab_size = getattr(model, "vocab_size", None)
-    self._batches = Batches(config, vocab_size, placement)
-    self._state = TrainState(self._split, self.layout, placement)
+    self._pool = Pool(self.plan.pool_threads or cpu_info().cores)
+    self._state = TrainState(self._split, self.layout, self._placement)
+    programs = make_stage_programs(
+      self._split, self.layout, shapes, wire.grad, self._placement
+    )
+    self._start(programs)
+
+  def _start(self, programs: Sequence[StagePrograms]) -> None:
+    """Makes what carries out the tasks, and starts the threads."""
+    vocab_size = getattr(self._model, "vocab_size", None)
+    self._batches = Batches(self.config, vocab_size, self._placement)
     self._weights = make_weights(
-      self._split, self.layout, self.plan, config, placement
+      self._split, self.layout, self.plan, self.config, self._placement
     )
     self._weights.load(self._state.masters())
     self._compute = Compute(self._split, self.layout, programs, self._weights)
-    self._pool = Pool(self.plan.pool_threads or cpu_info().cores)
-    self._executor = Executor(self.graph, self._actions(placement))
+    self._executor = Executor(self.graph, self._actions())
     self._broken: StepError | None = None
-    self.close = weakref.finalize(self, _close, self._executor, self._pool)
+    self._finalizer = weakref.finalize(self, self._executor.close)
 
   @property
   def count(self) -> int:
@@ -223,9 +229,10 @@ class Trainer:
     return self._executor.timeline()
 
   def sync_model(self) -> Any:
-    """Writes the trained masters into the model's Params; returns the model.
+    """Writes what was trained into the model; returns the model.
 
-    Values keep their dtypes and devices.
+    Its Params get the masters, in their own dtypes and on their own devices;
+    its other state gets the trainer's.
     """
     self.drain()
     for index, (leaf, param) in enumerate(
@@ -234,8 +241,17 @@ class Trainer:
       old = param.get_value()
       master = self._state.read(index, "master", 0, leaf.size)
       values = master.reshape(leaf.shape).astype(old.dtype)
-      param.set_value(jax.device_put(values, old.sharding))
+      on_device = isinstance(old, jax.Array)
+      param.set_value(
+        jax.device_put(values, old.sharding) if on_device else values
+      )
+    self._split.write_other(self._state.other)
     return self._model
+
+  def close(self) -> None:
+    """Ends the threads, after the work under way; may be called again."""
+    self._finalizer()
+    self._pool.close()
 
   def __enter__(self) -> "Trainer":
     return self
@@ -243,10 +259,12 @@ class Trainer:
   def __exit__(self, *exc_info: object) -> None:
     self.close()
 
-  def _actions(self, placement: Placement) -> dict[TaskKind, Action]:
-    groups = self.layout.model.groups
+  def _actions(self) -> dict[TaskKind, Action]:
     validation = Validation(
-      self._state, groups, self.config.clip_norm, placement
+      self._state,
+      self.layout.model.groups,
+      self.config.clip_norm,
+      self._placement,
     )
     host = HostUpdates(self.layout, self._state, self._weights, self._pool)
     device = DeviceUpdates(
@@ -254,12 +272,12 @@ class Trainer:
       self._state,
       self._weights,
       self.config.working_dtype,
-      placement,
+      self._placement,
     )
     return {
       TaskKind.FORWARD: self._compute.forward,
       TaskKind.BACKWARD: self._compute.backward,
-      TaskKind.GRAD_OUT: GradientsOut(placement).grad_out,
+      TaskKind.GRAD_OUT: GradientsOut(self._placement).grad_out,
       TaskKind.VALIDATE: validation.validate,
       TaskKind.HOST_UPDATE: host.host_update,
       TaskKind.DEVICE_UPDATE: device.device_update,
@@ -280,8 +298,3 @@ class Trainer:
       else:
         self._broken = error
       raise
-
-
-def _close(executor: Executor, pool: Pool) -> None:
-  executor.close()
-  pool.close()

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
-from sojax.runtime.executor import Executor, StepError
+from sojax.runtime.executor import Executor
+from sojax.runtime.run import StepError
 from sojax.runtime.step import Step
 
 K = TaskKind
@@ -64,7 +65,7 @@ class Recorder:
     if key in self.fail_wait:
       raise RuntimeError("broken on purpose")
     if task.kind is K.VALIDATE:
-      step.committed = True
+      step.state_touched = True
     self._log("end", key)
 
   def _log(self, event, key):
@@ -120,7 +121,7 @@ def test_each_lane_keeps_the_schedule_order():
   run_steps(recorder, 4)
   ends = [e[1:3] for e in recorder.events() if e[0] == "end"]
   for lane in Lane:
-    indices = {t.index for t in graph().on_lane(lane)}
+    indices = {t.index for t in graph().tasks if t.lane is lane}
     on_lane = [key for key in ends if key[1] in indices]
     assert on_lane == sorted(on_lane)
 
@@ -229,6 +230,107 @@ def test_an_interrupt_in_the_caller_is_raised_as_it_is():
   executor = Executor(graph(), actions)
   with pytest.raises(KeyboardInterrupt):
     executor.run(step(0))
+  with pytest.raises(StepError) as caught:
+    executor.drain()
+  assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+  executor.close()
+
+
+@pytest.mark.parametrize("where", ["_register", "_issue_all"])
+def test_an_interrupt_between_tasks_hangs_nothing(where, monkeypatch):
+  executor = Executor(graph(), Recorder().actions())
+  method = getattr(executor, where)
+
+  def interrupted(*args):
+    if where == "_register":
+      method(*args)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(executor, where, interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    executor.run(step(0))
+  monkeypatch.undo()
   with pytest.raises(StepError):
     executor.drain()
+  executor.run(step(0)).wait_done()
+  executor.close()
+
+
+def test_the_failure_of_the_earlier_step_is_raised_though_noticed_later():
+  """Step 0 has committed when step 1 fails; then its last transfer fails."""
+  recorder = Recorder(hold=[(0, 8)], fail_wait=[(0, 8)], fail_issue=[(1, 1)])
+  actions = recorder.actions()
+  executor = Executor(graph(), actions)
+  executor.run(step(0))
+  assert recorder.reached[0, 8].wait(60)
+  settle = executor.settle
+
+  def settle_after_the_transfer():
+    recorder.gates[0, 8].set()
+    settle()
+
+  executor.settle = settle_after_the_transfer
+  with pytest.raises(StepError) as caught:
+    executor.run(step(1))
+  assert caught.value.step == 0
+  assert not caught.value.intact
+  executor.close()
+
+
+def test_a_step_that_has_failed_is_not_validated():
+  recorder = Recorder(fail_wait=[(0, 1)])
+  executor = Executor(graph(), recorder.actions())
+  with pytest.raises(StepError) as caught:
+    executor.run(step(0))
+    executor.drain()
+  assert caught.value.intact
+  assert ("end", 0, 4) not in {e[:3] for e in recorder.events()}
+  executor.close()
+
+
+def test_a_closed_executor_refuses_steps():
+  executor = Executor(graph(), Recorder().actions())
+  executor.run(step(0))
+  executor.close()
+  executor.close()
+  assert len(executor.timeline().spans) == 9
+  with pytest.raises(RuntimeError, match="closed; make a new one"):
+    executor.run(step(1))
+
+
+def test_close_may_be_called_by_its_own_threads():
+  """The garbage collector runs wherever it likes."""
+  recorder = Recorder()
+  actions = recorder.actions()
+  closed = threading.Event()
+
+  def closing(task, step):
+    executor.close()
+    closed.set()
+    return recorder.issue(task, step)
+
+  actions[K.WEIGHT_IN] = closing
+  executor = Executor(graph(), actions)
+  threads = [executor._host, *executor._waiters.values()]
+  executor.run(step(0))
+  assert closed.wait(60)
+  for worker in threads:
+    worker._thread.join(60)
+    assert not worker._thread.is_alive()
+
+
+def test_a_first_forward_does_not_count_as_busy_while_it_waits():
+  """Its span starts after the transfer of the step before it has ended."""
+  recorder = Recorder(hold=[(0, 8), (1, 0)])
+  executor = Executor(graph(), recorder.actions())
+  first = executor.run(step(0))
+  assert recorder.reached[0, 8].wait(60)
+  second = executor.run(step(1))
+  recorder.gates[0, 8].set()
+  first.wait_done()
+  recorder.gates[1, 0].set()
+  second.wait_done()
+  spans = {(s.step, s.name): s for s in executor.timeline().spans}
+  transfer = spans[0, "weight_in bucket=1"]
+  assert spans[1, "forward stage=0 micro=0"].start_s >= transfer.end_s
   executor.close()

@@ -40,6 +40,10 @@ def graph_of(num_blocks=2, accumulation=1, **switches):
   return schedule(layout, plan, config)
 
 
+def of_kind(graph, kind):
+  return [task for task in graph.tasks if task.kind is kind]
+
+
 def edges(graph, dep="deps"):
   return {
     task.name: [graph.tasks[i].name for i in getattr(task, dep)]
@@ -100,9 +104,9 @@ def test_device_buckets_skip_the_host():
 def test_only_the_last_micro_batch_sends_gradients():
   graph = graph_of(accumulation=3)
   last_uses = [
-    t.index for t in graph.of_kind(TaskKind.BACKWARD) if t.micro == 2
+    t.index for t in of_kind(graph, TaskKind.BACKWARD) if t.micro == 2
   ]
-  for task in graph.of_kind(TaskKind.GRAD_OUT):
+  for task in of_kind(graph, TaskKind.GRAD_OUT):
     assert set(task.deps) <= set(last_uses)
   uses = [t for t in graph.tasks if t.kind in ("forward", "backward")]
   assert len(uses) == 3 * 7
@@ -119,7 +123,7 @@ def test_flow_never_has_more_weights_on_the_device_than_its_window(
     num_blocks=4, accumulation=accumulation, weights="flow", flow_window=window
   )
   uses = [t for t in graph.tasks if t.kind in ("forward", "backward")]
-  fetches = list(graph.of_kind(TaskKind.WEIGHT_IN))
+  fetches = of_kind(graph, TaskKind.WEIGHT_IN)
   arrivals = {
     use.index: [dep for dep in use.deps if graph.tasks[dep] in fetches]
     for use in uses
@@ -146,7 +150,7 @@ def test_flow_never_has_more_weights_on_the_device_than_its_window(
 def test_flow_issues_a_use_before_it_waits_for_the_one_before():
   graph = graph_of(num_blocks=4, weights="flow")
   uses = [t.index for t in graph.tasks if t.kind in ("forward", "backward")]
-  for fetch in graph.of_kind(TaskKind.WEIGHT_IN):
+  for fetch in of_kind(graph, TaskKind.WEIGHT_IN):
     for freed in fetch.deps:
       after = uses[uses.index(freed) + 1]
       assert after < fetch.index, "the device would have nothing to do"
@@ -154,10 +158,10 @@ def test_flow_issues_a_use_before_it_waits_for_the_one_before():
 
 def test_flow_fetches_tied_weights_for_the_borrower():
   graph = graph_of(num_blocks=1, weights="flow")
-  head = [t for t in graph.of_kind(TaskKind.WEIGHT_IN) if t.stage == 2]
+  head = [t for t in of_kind(graph, TaskKind.WEIGHT_IN) if t.stage == 2]
   assert [t.bucket for t in head] == [0, 2]
-  updates = {t.bucket: t.index for t in graph.of_kind(TaskKind.HOST_UPDATE)}
-  for fetch in graph.of_kind(TaskKind.WEIGHT_IN):
+  updates = {t.bucket: t.index for t in of_kind(graph, TaskKind.HOST_UPDATE)}
+  for fetch in of_kind(graph, TaskKind.WEIGHT_IN):
     assert updates[fetch.bucket] in fetch.prev_deps
 
 

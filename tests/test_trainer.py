@@ -95,6 +95,84 @@ class Repeats(nnx.Module):
     ]
 
 
+class Pair(nnx.Module):
+  """Returns two arrays."""
+
+  def __call__(self, x):
+    return x, x
+
+
+class Grows(nnx.Module):
+  """Makes a Variable while it runs."""
+
+  def __call__(self, x):
+    self.seen = nnx.Variable(x)
+    return x
+
+
+class Double(nnx.Module):
+  """Makes the activation twice as wide."""
+
+  def __call__(self, x):
+    return jnp.concatenate([x, x], axis=-1)
+
+
+class Last(nnx.Module):
+  """Averages over the width, against the targets."""
+
+  def __init__(self, loss):
+    self.kind = loss
+    self.scale = nnx.Param(jnp.ones(()))
+
+  def loss(self, x, targets, mask):
+    wrong = mask * (self.scale[...] * x.mean(-1) - targets / 256) ** 2
+    return wrong.sum() if self.kind == "scalar" else wrong
+
+
+class Chain(nnx.Module):
+  """An embedding, some middle stage, and a loss; a scalar Param in it."""
+
+  def __init__(self, middle, *, last=True, loss="scalar"):
+    self.embed = nnx.Embed(VOCAB_SIZE, 8, rngs=nnx.Rngs(0))
+    self.middle = globals()[middle]()
+    self.last = Last(loss) if last else Double()
+
+  def stages(self):
+    return [
+      Stage(name=name, module=getattr(self, name))
+      for name in ("embed", "middle", "last")
+    ]
+
+
+class Outside(Chain):
+  """Has a Param that no stage holds."""
+
+  def __init__(self):
+    super().__init__("Double")
+    self.extra = nnx.Param(jnp.ones(3))
+
+
+class Shared(Chain):
+  """Two stages draw from one stream of random keys."""
+
+  def __init__(self):
+    super().__init__("Double")
+    self.middle.rngs = self.embed.rngs = nnx.Rngs(0).dropout
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("weights", ["stationary", "flow"])
+def test_stages_without_parameters_and_with_scalars_train(precision, weights):
+  """A middle stage that changes the activation's shape, too."""
+  adamw = sojax.adamw(1e-2, weight_decay=0.0)
+  ours = sojax.Trainer(
+    Chain("Double"), adamw, config(precision=precision), {"weights": weights}
+  )
+  with ours:
+    losses = [ours.step(batch).loss for batch in batches(20)]
+  assert np.mean(losses[-3:]) < np.mean(losses[:3])
+
+
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
@@ -102,6 +180,19 @@ class Repeats(nnx.Module):
     ({"model": Repeats()}, "stage name 'a' repeats"),
     ({"model": Repeats(("a",))}, "stages.. gave 1 stage; at least 2"),
     ({"model": abstract_gpt(small_gpt().config)}, "embed.* is abstract"),
+    ({"model": Outside()}, "extra of the model is in none of its stages"),
+    ({"model": Shared()}, "one Variable in two stages.*rngs.fork"),
+    ({"model": Chain("Pair")}, "'middle' returns .*one floating-point array"),
+    ({"model": Chain("Grows")}, "'middle' changes which other state"),
+    ({"model": Chain("Double", last=False)}, "without loss"),
+    ({"model": Chain("Double", loss="vector")}, r"shape \(4, 24\); it must be"),
+    ({"plan": None}, "plan is a NoneType"),
+    ({"plan": {"pool_threads": 5000}}, "num_threads=5000"),
+    ({"config": {"micro_batch": 4}}, "config is a dict; use TrainConfig"),
+    (
+      {"optimizer": sojax.adamw(lambda count: np.ones(2))},
+      r"learning_rate has shape \(2,\) at step count 0",
+    ),
     ({"optimizer": optax.adamw(1e-3)}, "use sojax.adamw"),
     ({"optimizer": sojax.adamw(1e-3, mask={"x": True})}, "mask does not fit"),
     ({"optimizer": sojax.adamw(1e-3, mask=3.0)}, "mask holds 3.0"),
@@ -494,6 +585,18 @@ def break_once(ours, kind):
   ours._executor._actions[kind] = fail
 
 
+def break_the_program(ours):
+  """Makes the next dispatch of a device update fail."""
+  updates = ours._executor._actions[TaskKind.DEVICE_UPDATE].__self__
+  update = updates._update
+
+  def fail(*args):
+    updates._update = update
+    raise Broken("device update")
+
+  updates._update = fail
+
+
 BEFORE_VALIDATE = [
   TaskKind.FORWARD,
   TaskKind.BACKWARD,
@@ -540,7 +643,10 @@ def test_a_failure_after_validate_demands_a_restore(tmp_path, kind, plan):
     for batch in data[:2]:
       ours.step(batch)
     ours.save(tmp_path)
-    break_once(ours, kind)
+    if kind is TaskKind.DEVICE_UPDATE:
+      break_the_program(ours)
+    else:
+      break_once(ours, kind)
     with pytest.raises(sojax.StepError) as caught:
       for batch in data[2:]:
         ours.step(batch)
@@ -582,8 +688,66 @@ def test_the_timeline_accounts_for_the_steps():
     assert 0 <= metric.exposed_host_s <= host_s
 
 
-def test_close_may_be_called_again():
+def test_close_may_be_called_again_and_ends_training():
   ours = trainer()
   ours.step(batches(1)[0])
   ours.close()
   ours.close()
+  assert ours.count == 1
+  with pytest.raises(RuntimeError, match="the trainer is closed"):
+    ours.step(batches(1)[0])
+
+
+@pytest.mark.parametrize("window", [2, 3, 4, 5, 99])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_flow_window_trains_to_the_same_bits(window, accumulation):
+  """A window may hold two uses of one stage."""
+  data = batches(2, rows=4 * accumulation)
+  states = []
+  for size in (2, window):
+    plan = {"weights": "flow", "flow_window": size}
+    with trainer(plan, accumulation=accumulation) as ours:
+      for batch in data:
+        ours.step(batch)
+      states.append(state_of(ours))
+  assert_same_bits(*states)
+
+
+def test_a_failure_while_weights_are_unpacked_leaves_none_stale(monkeypatch):
+  data = batches(3)
+  with trainer() as ours, trainer() as theirs:
+    ours.step(data[0])
+    ours.drain()
+    unpacker = ours._weights._unpacker
+    monkeypatch.setattr(
+      unpacker, "unpack", lambda *args: (_ for _ in ()).throw(Broken("unpack"))
+    )
+    with pytest.raises(sojax.StepError) as caught:
+      ours.step(data[1])
+    assert caught.value.intact
+    monkeypatch.undo()
+    for batch in data[1:]:
+      ours.step(batch)
+    for batch in data:
+      theirs.step(batch)
+    assert_same_bits(state_of(ours), state_of(theirs))
+
+
+def test_sync_model_writes_other_state_and_keeps_dtypes():
+  model = small_gpt(dropout=0.2)
+  norm = model.head.norm.scale
+  norm.set_value(norm.get_value().astype(jnp.bfloat16))
+  with trainer(model=model) as ours:
+    for batch in batches(2):
+      ours.step(batch)
+    ours.sync_model()
+    others = ours._state.other_state()
+  counts = [
+    np.asarray(v[...])
+    for _, v in nnx.iter_graph(model)
+    if isinstance(v, nnx.RngCount)
+  ]
+  assert norm.get_value().dtype == jnp.bfloat16
+  wanted = [value for name, value in others.items() if "'count'" in name]
+  assert sorted(counts) == sorted(wanted)
+  assert min(counts) == 2

@@ -56,8 +56,3 @@ class Placement:
   def pinned_host(self) -> NamedSharding:
     """Whole arrays in page-locked host memory."""
     return self.device.with_memory_kind("pinned_host")
-
-  @property
-  def platform(self) -> str:
-    """The backend's name, such as "cpu" or "gpu"."""
-    return self.mesh.devices.flat[0].platform

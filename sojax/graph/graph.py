@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-from collections.abc import Iterator
 
 
 class Lane(enum.StrEnum):
@@ -80,11 +79,3 @@ class StepGraph:
       assert task.index == place, f"{task.name} stands at {place}"
       assert all(dep < place for dep in task.deps), f"{task.name} has a cycle"
       assert all(dep < len(self.tasks) for dep in task.prev_deps)
-
-  def of_kind(self, kind: TaskKind) -> Iterator[Task]:
-    """Yields the tasks of one kind, in schedule order."""
-    return (task for task in self.tasks if task.kind is kind)
-
-  def on_lane(self, lane: Lane) -> Iterator[Task]:
-    """Yields the tasks of one lane, in schedule order."""
-    return (task for task in self.tasks if task.lane is lane)

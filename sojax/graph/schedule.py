@@ -206,7 +206,6 @@ class _Builder:
         bucket=None if bucket is None else bucket.index,
         micro=micro,
         deps=tuple(deps),
-        prev_deps=(),
         bytes=bytes,
       )
     )

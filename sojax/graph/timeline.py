@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LANES = ("device", "d2h", "h2d", "host", "network")
+from sojax.graph.graph import Lane
+
+LANES = tuple(str(lane) for lane in Lane)
 """The serial resources of a step, in the order in which they are shown."""
 
 Interval = tuple[float, float]

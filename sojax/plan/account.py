@@ -5,22 +5,23 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from sojax.plan.buckets import Bucket, Layout
+from sojax.plan.buckets import Bucket, Layout, WireUnit
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import DTYPE_BYTES, Plan, WireDtypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Account:
-  """Bytes by purpose.
+  """Bytes by purpose, at most at any time between and during steps.
+
+  The user's own model is not in it, nor are temporaries inside programs.
 
   Attributes:
-    host: host memory: "masters", "moments", "working_copy" (weight-flow),
-      "ring" (pinned, weight-stationary) and "gradients" (pinned, at most).
+    host: host memory: "masters", "moments", "working_copy" (weight-flow,
+      pinned), "ring" (weight-stationary, pinned) and "gradients" (pinned).
     device: device memory: "weights" (in weight-flow those of the window),
-      "device_buckets" (masters and moments), "gradients" (at most, on their
-      way out), "partial_sums" (accumulation) and "stage_inputs". Temporaries
-      inside programs are not in it.
+      "device_buckets" (masters and moments), "gradients" (on their way out),
+      "tied_gradients", "partial_sums" (accumulation) and "stage_inputs".
   """
 
   host: dict[str, int]
@@ -99,15 +100,78 @@ def make_account(
     "gradients": wire.grad_bytes * _elems(_trained_on_host(layout)),
   }
   working = DTYPE_BYTES[config.working_dtype]
-  window = plan.flow_window if flow else layout.model.num_stages
+  tied = {i for leaves in layout.model.borrowed for i in leaves}
+  leaves = layout.model.leaves
   device = {
-    "weights": working * _largest_window(layout, window),
+    "weights": (_flowing if flow else _stationary)(layout, plan, config),
     "device_buckets": 12 * _elems(on_device),
     "gradients": wire.grad_bytes * _elems(trained),
+    "tied_gradients": working
+    * sum(leaves[i].size for i in tied if leaves[i].trained),
     "partial_sums": 4 * _elems(trained) if config.accumulation > 1 else 0,
     "stage_inputs": sum(stage_input_bytes),
   }
   return Account(host=host, device=device)
+
+
+def _stationary(layout: Layout, plan: Plan, config: TrainConfig) -> int:
+  """Bytes of the working weights on the device.
+
+  What arrives in another dtype, packed or cut waits as it is for the next use
+  of its stage. In float32 the masters of device buckets are working weights. A
+  leaf of which parts live on either side keeps its old array meanwhile.
+  """
+  working = DTYPE_BYTES[config.working_dtype]
+  arriving = max(working, WireDtypes.of(plan, config).weight_bytes)
+  masters = [
+    unit.size
+    for bucket in layout.buckets
+    if bucket.on_device and config.working_dtype == "float32"
+    for unit in bucket.units
+    if _is_whole_leaf(layout, unit)
+  ]
+  elems = {
+    host: _elems([b for b in layout.buckets if b.on_device is not host])
+    for host in (True, False)
+  }
+  on_both_sides = sum(
+    layout.model.leaves[leaf].size for leaf in layout.on_both_sides
+  )
+  return arriving * elems[True] + working * (
+    elems[False] - sum(masters) + on_both_sides
+  )
+
+
+def _flowing(layout: Layout, plan: Plan, config: TrainConfig) -> int:
+  """Bytes of the weights of as many uses as the window has, at most.
+
+  A use takes its units, and the leaves that are put together from them.
+  """
+  working = DTYPE_BYTES[config.working_dtype]
+  arriving = WireDtypes.of(plan, config).weight_bytes
+  last = layout.model.num_stages - 1
+  by_stage = []
+  for stage in range(last + 1):
+    units = [u for b in layout.used_by(stage) for u in b.units]
+    as_they_are = sum(
+      unit.size
+      for unit in units
+      if arriving == working and _is_whole_leaf(layout, unit)
+    )
+    elems = sum(unit.size for unit in units)
+    by_stage.append(arriving * elems + working * (elems - as_they_are))
+  uses = [*range(last), *reversed(range(last + 1))]
+  window = min(plan.flow_window, len(uses))
+  around = uses + uses[:window]
+  return max(
+    sum(by_stage[stage] for stage in around[first : first + window])
+    for first in range(len(uses))
+  )
+
+
+def _is_whole_leaf(layout: Layout, unit: WireUnit) -> bool:
+  first = layout.model.leaves[unit.slices[0].leaf]
+  return len(unit.slices) == 1 and unit.shape == first.shape
 
 
 def _trained_on_host(layout: Layout) -> list[Bucket]:
@@ -116,19 +180,3 @@ def _trained_on_host(layout: Layout) -> list[Bucket]:
 
 def _elems(buckets: Iterable[Bucket]) -> int:
   return sum(bucket.size for bucket in buckets)
-
-
-def _largest_window(layout: Layout, window: int) -> int:
-  """Elements of the buckets that so many consecutive stages use, at most."""
-  num_stages = layout.model.num_stages
-  elems = [
-    _elems(
-      {
-        b
-        for s in range(first, min(first + window, num_stages))
-        for b in layout.used_by(s)
-      }
-    )
-    for first in range(max(1, num_stages - window + 1))
-  ]
-  return max(elems)

@@ -223,7 +223,13 @@ def adam_scalars(hyper: AdamW, count: int) -> AdamScalars:
 
 
 def _at(value: float | Schedule, count: int, name: str) -> float:
-  scalar = float(value(count) if callable(value) else value)
+  result = value(count) if callable(value) else value
+  if np.shape(result) != ():
+    raise ValueError(
+      f"{name} has shape {np.shape(result)} at step count {count}; a schedule"
+      " must give a scalar"
+    )
+  scalar = float(result)
   if not math.isfinite(scalar):
     raise ValueError(f"{name} is {scalar} at step count {count}")
   return scalar

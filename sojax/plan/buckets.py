@@ -148,6 +148,15 @@ class Layout:
   model: ModelShape
   buckets: tuple[Bucket, ...]
 
+  @property
+  def on_both_sides(self) -> frozenset[int]:
+    """Indices of leaves with parts in host buckets and in device buckets."""
+    device, host = (
+      {s.leaf for b in self.buckets if b.on_device is side for s in b.slices}
+      for side in (True, False)
+    )
+    return frozenset(device & host)
+
   def of_stage(self, stage: int) -> tuple[Bucket, ...]:
     """Returns the buckets of the leaves that `stage` owns."""
     return tuple(b for b in self.buckets if b.stage == stage)

@@ -35,10 +35,13 @@ class TrainConfig:
       raise ValueError(
         f"precision={self.precision!r} is not one of {PRECISIONS}"
       )
-    if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
+    norm = self.clip_norm
+    if norm is not None and not (
+      isinstance(norm, int | float) and 0.0 < norm < math.inf
+    ):
       raise ValueError(
-        f"clip_norm={self.clip_norm} must be positive and finite;"
-        " use None to leave gradients unclipped"
+        f"clip_norm={norm!r} must be positive and finite; use None to leave"
+        " gradients unclipped"
       )
 
   @property

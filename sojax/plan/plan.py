@@ -48,7 +48,8 @@ class Plan:
       the working dtype) or "device" (the wire carries float32).
     weight_cast: which side rounds masters to the working dtype: "host" (the
       wire carries the working dtype) or "device" (it carries float32).
-    flow_window: stages whose weights are on the device at once in weight-flow.
+    flow_window: uses (forwards or backwards of a stage) whose weights are on
+      the device at once in weight-flow.
     ring_slots: buckets' worth of pinned buffers for weights on their way to the
       device in weight-stationary.
     pool_threads: host threads that update buckets; None takes every core.
@@ -128,6 +129,10 @@ class Plan:
           f"plan={plan!r} is unknown; use 'auto', a Plan or a mapping"
         )
       return cls()
+    if not isinstance(plan, Mapping):
+      raise ValueError(
+        f"plan is a {type(plan).__name__}; use 'auto', a Plan or a mapping"
+      )
     known = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(plan) - set(known))
     if unknown:

@@ -37,6 +37,11 @@ class StageParts:
       jax.tree.unflatten(self.other_def, other),
     )
 
+  def has_state_of(self, module: Any) -> bool:
+    """Says whether a module's other state is still that of `merge`."""
+    _, _, rest = nnx.split(module, nnx.Param, ...)
+    return jax.tree.structure(rest) == self.other_def
+
   def other_of(self, module: Any) -> tuple[Any, ...]:
     """Returns the module's other state, as `merge` takes it."""
     _, _, rest = nnx.split(module, nnx.Param, ...)
@@ -49,6 +54,7 @@ class SplitModel:
 
   Attributes:
     shape: leaves, stages and groups, as the planner sees them.
+    modules: the model's own module of each stage.
     parts: how to put each stage together.
     used: for each stage, the model leaf at each place of `parts.params_def`.
     params: the model's own Variable of each leaf.
@@ -56,10 +62,18 @@ class SplitModel:
   """
 
   shape: ModelShape
+  modules: tuple[nnx.Module, ...]
   parts: tuple[StageParts, ...]
   used: tuple[tuple[int, ...], ...]
   params: tuple[nnx.Variable, ...]
   other: tuple[tuple[Any, ...], ...]
+
+  def write_other(self, other: Sequence[Sequence[Any]]) -> None:
+    """Writes each stage's other state into the model's own modules."""
+    for module, parts, leaves in zip(
+      self.modules, self.parts, other, strict=True
+    ):
+      nnx.update(module, jax.tree.unflatten(parts.other_def, leaves))
 
 
 def split_model(
@@ -77,56 +91,111 @@ def split_model(
     The parts.
 
   Raises:
-    ValueError: if the model has no stages, stage names repeat, nothing is
-      trained, or masks or labels do not fit the trained parameters.
+    ValueError: if the model has no stages, stage names repeat, a Param is in no
+      stage, other state is in two, nothing is trained, or masks or labels do
+      not fit the trained parameters.
   """
   stages = _stages(model)
-  hyper_of = _Groups(model, optimizer, trainable)
-  leaves: list[Leaf] = []
-  params: list[nnx.Variable] = []
-  index_of: dict[int, int] = {}
-  parts, used, borrowed, others = [], [], [], []
+  groups = _Groups(model, optimizer, trainable)
+  collected = _Collected(groups)
   for number, stage in enumerate(stages):
-    graphdef, state, rest = nnx.split(stage.module, nnx.Param, ...)
-    variables = _variables(stage.module)
-    places, ties = [], []
-    for path, _ in nnx.to_flat_state(state):
-      variable = variables[path]
-      known = index_of.get(id(variable))
-      if known is None:
-        known = index_of[id(variable)] = len(leaves)
-        params.append(variable)
-        leaves.append(
-          Leaf(
-            name=".".join([stage.name, *map(str, path)]),
-            stage=number,
-            shape=tuple(variable.shape),
-            group=hyper_of.group(variable),
-          )
-        )
-      elif leaves[known].stage != number:
-        ties.append(known)
-      places.append(known)
-    other_leaves, other_def = jax.tree.flatten(rest)
-    parts.append(StageParts(graphdef, jax.tree.structure(state), other_def))
-    used.append(tuple(places))
-    borrowed.append(tuple(ties))
-    others.append(tuple(other_leaves))
-  if not any(leaf.trained for leaf in leaves):
+    collected.add(number, stage)
+  collected.check_complete(model)
+  if not any(leaf.trained for leaf in collected.leaves):
     raise ValueError(f"trainable={trainable} selects no parameter of the model")
   shape = ModelShape(
     stage_names=tuple(stage.name for stage in stages),
-    leaves=tuple(leaves),
-    borrowed=tuple(borrowed),
-    groups=hyper_of.groups,
+    leaves=tuple(collected.leaves),
+    borrowed=tuple(collected.borrowed),
+    groups=groups.groups,
   )
   return SplitModel(
     shape=shape,
-    parts=tuple(parts),
-    used=tuple(used),
-    params=tuple(params),
-    other=tuple(others),
+    modules=tuple(stage.module for stage in stages),
+    parts=tuple(collected.parts),
+    used=tuple(collected.used),
+    params=tuple(collected.params),
+    other=tuple(collected.other),
   )
+
+
+class _Collected:
+  """What is found while going through the stages in forward order."""
+
+  def __init__(self, groups: "_Groups"):
+    self.leaves: list[Leaf] = []
+    self.params: list[nnx.Variable] = []
+    self.parts: list[StageParts] = []
+    self.used: list[tuple[int, ...]] = []
+    self.borrowed: list[tuple[int, ...]] = []
+    self.other: list[tuple[Any, ...]] = []
+    self._groups = groups
+    self._leaf_of: dict[int, int] = {}
+    self._owner_of_other: dict[int, str] = {}
+
+  def add(self, number: int, stage: Stage) -> None:
+    """Takes the next stage apart."""
+    graphdef, state, rest = nnx.split(stage.module, nnx.Param, ...)
+    variables = _variables(stage.module)
+    self._check_not_shared(stage, rest, variables)
+    places = tuple(
+      self._leaf(number, stage, path, variables[path])
+      for path, _ in nnx.to_flat_state(state)
+    )
+    tied = tuple(p for p in places if self.leaves[p].stage != number)
+    other_leaves, other_def = jax.tree.flatten(rest)
+    self.parts.append(
+      StageParts(graphdef, jax.tree.structure(state), other_def)
+    )
+    self.used.append(places)
+    self.borrowed.append(tied)
+    self.other.append(tuple(other_leaves))
+
+  def check_complete(self, model: Any) -> None:
+    """Raises ValueError if the model has a Param that no stage has."""
+    for path, variable in _variables(model).items():
+      known = id(variable) in self._leaf_of
+      if isinstance(variable, nnx.Param) and not known:
+        raise ValueError(
+          f"parameter {'.'.join(map(str, path))} of the model is in none of its"
+          " stages(); they must hold every Param"
+        )
+
+  def _leaf(
+    self,
+    number: int,
+    stage: Stage,
+    path: tuple[Any, ...],
+    variable: nnx.Variable,
+  ) -> int:
+    """Returns the index of a Param's leaf; the first to come owns it."""
+    known = self._leaf_of.setdefault(id(variable), len(self.leaves))
+    if known == len(self.leaves):
+      self.params.append(variable)
+      self.leaves.append(
+        Leaf(
+          name=".".join([stage.name, *map(str, path)]),
+          stage=number,
+          shape=tuple(variable.shape),
+          group=self._groups.group(variable),
+        )
+      )
+    return known
+
+  def _check_not_shared(
+    self,
+    stage: Stage,
+    rest: nnx.State,
+    variables: Mapping[tuple[Any, ...], nnx.Variable],
+  ) -> None:
+    for path, _ in nnx.to_flat_state(rest):
+      name = f"{stage.name}.{'.'.join(map(str, path))}"
+      owner = self._owner_of_other.setdefault(id(variables[path]), name)
+      if owner != name:
+        raise ValueError(
+          f"{owner} and {name} are one Variable in two stages, which would each"
+          " get a copy; give each stage its own (rngs.fork() for random keys)"
+        )
 
 
 def _stages(model: Any) -> list[Stage]:

@@ -19,6 +19,7 @@ from sojax.plan.buckets import Layout
 from sojax.programs.flatten import UnitSpec, to_units, unit_specs
 from sojax.programs.manual import manual_jit
 from sojax.programs.split_model import SplitModel, StageParts
+from sojax.programs.trace import StageShapes
 
 
 class Position(enum.Enum):
@@ -40,6 +41,7 @@ class StageSpec:
     tied: places of the trained parameters that it borrows.
     units: the wire units of its gradients.
     grad_dtype: dtype of gradients on the wire.
+    reuses_dy: whether the input's gradient can take the place of the output's.
   """
 
   parts: StageParts
@@ -48,6 +50,7 @@ class StageSpec:
   tied: tuple[int, ...]
   units: tuple[UnitSpec, ...]
   grad_dtype: str
+  reuses_dy: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +111,8 @@ class StagePrograms:
       (params, other, x, Targets) -> loss.
     add: (params, other, x, dy or Targets, tied, partial) -> BackwardOut, for
       all micro-batches but the last. `tied` maps places to gradients from
-      borrowers; `partial` is empty in the first micro-batch and donated. A
-      middle stage's dy is donated.
+      borrowers; `partial` is empty in the first micro-batch and donated. So
+      is dy if the spec says so.
     finish: the same for the last micro-batch.
   """
 
@@ -119,7 +122,7 @@ class StagePrograms:
 
     self.spec = spec
     last = spec.position is Position.LAST
-    reused = (3,) if spec.position is Position.MIDDLE else ()
+    reused = (3,) if spec.reuses_dy else ()
     self.forward = jit(lambda *args: _forward(spec, *args))
     self.evaluate = jit(
       lambda *args: (_evaluate_loss if last else _evaluate)(spec, *args)
@@ -129,14 +132,27 @@ class StagePrograms:
 
 
 def make_stage_programs(
-  split: SplitModel, layout: Layout, grad_dtype: str, placement: Placement
+  split: SplitModel,
+  layout: Layout,
+  shapes: Sequence[StageShapes],
+  grad_dtype: str,
+  placement: Placement,
 ) -> tuple[StagePrograms, ...]:
-  """Returns the programs of every stage; equal stages share theirs."""
-  specs = [
-    _stage_spec(split, layout, stage, grad_dtype)
+  """Returns the programs of every stage; equal stages share theirs.
+
+  Args:
+    split: the model.
+    layout: how it is cut into buckets.
+    shapes: what goes into each stage and comes out.
+    grad_dtype: dtype of gradients on the wire.
+    placement: the mesh.
+  """
+  return tuple(
+    _programs(
+      _stage_spec(split, layout, stage, shapes[stage], grad_dtype), placement
+    )
     for stage in range(layout.model.num_stages)
-  ]
-  return tuple(_programs(spec, placement) for spec in specs)
+  )
 
 
 @functools.lru_cache
@@ -145,39 +161,12 @@ def _programs(spec: StageSpec, placement: Placement) -> StagePrograms:
   return StagePrograms(spec, placement)
 
 
-def stage_input_bytes(
-  programs: Sequence[StagePrograms],
-  split: SplitModel,
-  working_dtype: str,
-  batch_shape: tuple[int, int],
-) -> list[int]:
-  """Runs the stages abstractly; returns the bytes of each one's input.
-
-  Args:
-    programs: the programs of each stage.
-    split: the model.
-    working_dtype: dtype of parameters on the device.
-    batch_shape: micro-batch and sequence length.
-
-  Raises:
-    ValueError: whatever the model objects to, such as a sequence that is too
-      long for it.
-  """
-  leaves = [
-    jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(working_dtype))
-    for leaf in split.shape.leaves
-  ]
-  x = jax.ShapeDtypeStruct(batch_shape, jnp.int32)
-  sizes = [x.size * x.dtype.itemsize]
-  for stage in range(len(programs) - 1):
-    used = [leaves[leaf] for leaf in split.used[stage]]
-    x, _ = jax.eval_shape(programs[stage].forward, used, split.other[stage], x)
-    sizes.append(x.size * x.dtype.itemsize)
-  return sizes
-
-
 def _stage_spec(
-  split: SplitModel, layout: Layout, stage: int, grad_dtype: str
+  split: SplitModel,
+  layout: Layout,
+  stage: int,
+  shapes: StageShapes,
+  grad_dtype: str,
 ) -> StageSpec:
   model = layout.model
   used = split.used[stage]
@@ -185,13 +174,15 @@ def _stage_spec(
   places = [i for i, leaf in enumerate(used) if model.leaves[leaf].trained]
   buckets = [bucket for bucket in layout.of_stage(stage) if bucket.trained]
   ends = {0: Position.FIRST, model.num_stages - 1: Position.LAST}
+  position = ends.get(stage, Position.MIDDLE)
   return StageSpec(
     parts=split.parts[stage],
-    position=ends.get(stage, Position.MIDDLE),
+    position=position,
     trained=tuple(i for i in places if used[i] not in borrowed),
     tied=tuple(i for i in places if used[i] in borrowed),
     units=unit_specs(buckets, used),
     grad_dtype=grad_dtype,
+    reuses_dy=position is Position.MIDDLE and shapes.x == shapes.y,
   )
 
 
@@ -240,6 +231,33 @@ def _backward(
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
 ) -> BackwardOut:
+  grads, out = _differentiate(spec, params, other, x, dy)
+  # Without it XLA fuses what follows into the computation of gradients, and
+  # their bits would depend on what the wire carries and on how it is cut.
+  grads = jax.lax.optimization_barrier(grads)
+  num_own = len(spec.trained)
+  sums = _add_up(spec, grads[:num_own], tied, partial)
+  out = dataclasses.replace(out, tied=grads[num_own:])
+  if not last_micro:
+    return dataclasses.replace(out, partial=sums)
+  by_place: list[jax.Array | None] = [None] * len(params)
+  for place, total in zip(spec.trained, sums, strict=True):
+    rounded = _round(total, params[place].dtype)
+    by_place[place] = rounded.astype(spec.grad_dtype)
+  on_wire = [grad for grad in by_place if grad is not None]
+  return dataclasses.replace(
+    out, units=to_units(by_place, spec.units), sumsq=_sums_of_squares(on_wire)
+  )
+
+
+def _differentiate(
+  spec: StageSpec,
+  params: Sequence[jax.Array],
+  other: Sequence[jax.Array],
+  x: jax.Array,
+  dy: jax.Array | Targets,
+) -> tuple[tuple[jax.Array, ...], BackwardOut]:
+  """Returns gradients of `spec.trained` and `spec.tied`, and the rest."""
   places = spec.trained + spec.tied
 
   def run(wanted: Sequence[jax.Array], x: jax.Array):
@@ -256,40 +274,15 @@ def _backward(
 
   wanted = tuple(params[place] for place in places)
   first = spec.position is Position.FIRST
-  if first:
-    y, pull, new_other = jax.vjp(lambda w: run(w, x), wanted, has_aux=True)
-  else:
-    y, pull, new_other = jax.vjp(run, wanted, x, has_aux=True)
-  loss = None
+  differentiated = (lambda w: run(w, x)) if first else run
+  inputs = (wanted,) if first else (wanted, x)
+  y, pull, new_other = jax.vjp(differentiated, *inputs, has_aux=True)
+  out = BackwardOut(sumsq=jnp.zeros((len(spec.trained),), jnp.float32))
   if isinstance(dy, Targets):
-    loss = y * dy.scale
+    out = dataclasses.replace(out, loss=y * dy.scale, other=new_other)
     dy = dy.scale.astype(y.dtype)
-  pulled = pull(dy)
-  grads, dx = (pulled[0], None) if first else pulled
-  # Without it XLA fuses what follows into the computation of gradients, and
-  # their bits would depend on what the wire carries and on how it is cut.
-  grads = jax.lax.optimization_barrier(grads)
-  num_own = len(spec.trained)
-  sums = _add_up(spec, grads[:num_own], tied, partial)
-  out = BackwardOut(
-    sumsq=jnp.zeros((num_own,), jnp.float32),
-    dx=dx,
-    tied=grads[num_own:],
-    loss=loss,
-    other=() if loss is None else new_other,
-  )
-  if not last_micro:
-    return dataclasses.replace(out, partial=sums)
-  on_wire = [
-    _round(total, params[place].dtype).astype(spec.grad_dtype)
-    for place, total in zip(spec.trained, sums, strict=True)
-  ]
-  by_place: list[jax.Array | None] = [None] * len(params)
-  for place, grad in zip(spec.trained, on_wire, strict=True):
-    by_place[place] = grad
-  return dataclasses.replace(
-    out, units=to_units(by_place, spec.units), sumsq=_sums_of_squares(on_wire)
-  )
+  grads, *dx = pull(dy)
+  return grads, dataclasses.replace(out, dx=None if first else dx[0])
 
 
 def _add_up(

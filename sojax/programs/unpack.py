@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from sojax.cluster.mesh import Placement
-from sojax.plan.buckets import Bucket, ModelShape
+from sojax.plan.buckets import Bucket, ModelShape, WireUnit
 from sojax.programs.casts import narrow
 from sojax.programs.flatten import UnitSpec, from_units, unit_specs
 from sojax.programs.manual import manual_jit
@@ -40,6 +40,16 @@ class Unpacker:
     self._working_dtype = working_dtype
     self._placement = placement
 
+  def whole_leaves(
+    self, bucket: Bucket, units: Sequence[jax.Array]
+  ) -> dict[int, jax.Array]:
+    """Returns the units that are leaves as they arrive, by model index."""
+    return {
+      unit.slices[0].leaf: array
+      for unit, array in zip(bucket.units, units, strict=True)
+      if self._is_whole(unit) and array.dtype == self._working_dtype
+    }
+
   def unpack(
     self,
     stage: int,
@@ -59,13 +69,14 @@ class Unpacker:
     specs: list[UnitSpec] = []
     units: list[jax.Array] = []
     for bucket, arrays in arrived.items():
-      for spec, array in zip(unit_specs([bucket], used), arrays, strict=True):
-        place = self._whole_leaf(stage, spec, array)
-        if place is None:
+      whole = self.whole_leaves(bucket, arrays)
+      leaves |= {leaf: whole[leaf] for leaf in whole if leaf in used}
+      for unit, spec, array in zip(
+        bucket.units, unit_specs([bucket], used), arrays, strict=True
+      ):
+        if unit.slices[0].leaf not in whole:
           specs.append(spec)
           units.append(array)
-        else:
-          leaves[used[place]] = array
     if not units:
       return leaves
     shapes = tuple(self._model.leaves[leaf].shape for leaf in used)
@@ -76,15 +87,11 @@ class Unpacker:
     unpacked = program({place: old[used[place]] for place in partly}, units)
     return leaves | {used[place]: leaf for place, leaf in unpacked.items()}
 
-  def _whole_leaf(
-    self, stage: int, spec: UnitSpec, array: jax.Array
-  ) -> int | None:
-    place = spec.slices[0].place
-    if len(spec.slices) > 1 or place < 0:
-      return None
-    leaf = self._model.leaves[self._used[stage][place]]
-    whole = leaf.size == array.size and leaf.shape == array.shape
-    return place if whole and array.dtype == self._working_dtype else None
+  def _is_whole(self, unit: WireUnit) -> bool:
+    return (
+      len(unit.slices) == 1
+      and unit.shape == self._model.leaves[unit.slices[0].leaf].shape
+    )
 
 
 def _partly_arrived(

@@ -13,7 +13,7 @@ from sojax.programs.manual import manual_jit
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What Validate says, as device arrays or as host scalars.
+  """What Validate says, as arrays on the device.
 
   Attributes:
     grad_scale: float32, the factor of every gradient: min(1, clip / norm).

@@ -34,9 +34,9 @@ class Compute:
     stage = _stage(task)
     x = step.batches[task.micro].inputs if stage == 0 else step.inputs[stage]
     step.inputs[stage] = x
-    step.before[stage] = step.other[stage]
+    step.other_into[stage] = step.other[stage]
     y, step.other[stage] = self._programs[stage].forward(
-      self._weights.of_use(stage, step), step.other[stage], x
+      self._weights.of_use(task, step), step.other[stage], x
     )
     step.inputs[stage + 1] = y
     return lambda: _wait(y)
@@ -48,12 +48,12 @@ class Compute:
     last_micro = task.micro == len(step.batches) - 1
     if stage == self._last:
       dy = step.batches[task.micro].targets
-      step.before[stage] = step.other[stage]
+      step.other_into[stage] = step.other[stage]
     else:
       dy = step.grad
     out = (programs.finish if last_micro else programs.add)(
-      self._weights.of_use(stage, step),
-      step.before.pop(stage),
+      self._weights.of_use(task, step),
+      step.other_into.pop(stage),
       step.inputs.pop(stage),
       dy,
       self._from_borrowers(stage, step),

@@ -1,19 +1,15 @@
-"""Waiter threads: one per lane, each waiting for work in the order of issue."""
+"""Threads that run what they are given, one after another."""
 
 import queue
 import threading
 from collections.abc import Callable
 
 
-class Waiter:
-  """A thread that runs waits one after another.
-
-  The waits block until something that was issued elsewhere is complete. They
-  handle their own exceptions.
-  """
+class Worker:
+  """A thread with a queue of jobs, which handle their own exceptions."""
 
   def __init__(self, name: str):
-    self._waits: queue.SimpleQueue[Callable[[], None] | None] = (
+    self._jobs: queue.SimpleQueue[Callable[[], None] | None] = (
       queue.SimpleQueue()
     )
     self._thread = threading.Thread(
@@ -21,17 +17,24 @@ class Waiter:
     )
     self._thread.start()
 
-  def submit(self, wait: Callable[[], None]) -> None:
-    """Appends a wait to the lane; does not block."""
-    self._waits.put(wait)
+  def submit(self, job: Callable[[], None]) -> None:
+    """Appends a job; does not wait for it."""
+    self._jobs.put(job)
 
-  def close(self) -> None:
-    """Runs what was submitted, then ends the thread; may be called again."""
-    if self._thread.is_alive():
-      self._waits.put(None)
-      self._thread.join()
+  def stop(self) -> None:
+    """Lets the thread end after the jobs that were submitted."""
+    self._jobs.put(None)
+
+  def join(self) -> None:
+    """Waits for the thread's end."""
+    self._thread.join()
+
+  @property
+  def is_current(self) -> bool:
+    """Whether the caller runs on this thread."""
+    return self._thread is threading.current_thread()
 
   def _run(self) -> None:
-    while (wait := self._waits.get()) is not None:
-      wait()
-      del wait  # or it would keep its arrays until the next one comes
+    while (job := self._jobs.get()) is not None:
+      job()
+      del job  # or it would keep its arrays until the next one comes

@@ -3,7 +3,7 @@
 import numpy as np
 
 from sojax.graph.graph import TaskKind
-from sojax.runtime.executor import StepRun
+from sojax.runtime.run import StepRun
 from sojax.runtime.step import HostVerdict
 
 

@@ -123,7 +123,7 @@ class TrainState:
     """Returns every bucket's masters, one flat array per wire unit."""
     masters = {i: bucket.units("master") for i, bucket in self.host.items()}
     for index, state in self.device.items():
-      masters[index] = [np.asarray(x).reshape(-1) for x in state.master]
+      masters[index] = [self._on_host(x) for x in state.master]
     return masters
 
   def scalars(self) -> dict[str, int]:
@@ -165,7 +165,12 @@ class TrainState:
     if place.bucket in self.host:
       return self.host[place.bucket].units(kind)[place.unit]
     unit = getattr(self.device[place.bucket], kind)[place.unit]
-    return np.asarray(unit).reshape(-1)
+    return self._on_host(unit)
+
+  def _on_host(self, array: jax.Array) -> np.ndarray:
+    """Returns a flat view of a copy; np.asarray would keep one for ever."""
+    copy = jax.device_put(array, self._placement.pinned_host)
+    return np.asarray(copy).reshape(-1)
 
   def _write_device(
     self, place: _Place, kind: str, first: int, new: np.ndarray

@@ -8,6 +8,7 @@ import numpy as np
 
 from sojax.host.wire import WireBuffer
 from sojax.plan.adamw import AdamScalars
+from sojax.plan.buckets import Bucket
 from sojax.programs.stages import Targets
 from sojax.programs.validate import Verdict
 
@@ -38,7 +39,7 @@ class Step:
     batches: the micro-batches.
     other_before: each stage's other state before the step.
     other: the same as of the newest forward.
-    before: each stage's other state as it went into the newest forward.
+    other_into: each stage's other state as it went into the newest forward.
     inputs: input of each stage in the current micro-batch.
     grad: gradient of the newest backward's input.
     tied: gradients from borrowers, by leaf, in the current micro-batch.
@@ -47,19 +48,19 @@ class Step:
     host_grads: the same on the host, by bucket.
     sumsqs: sums of squares, by stage.
     losses: one per micro-batch.
-    fetched: weight units that flowed in, by (stage, bucket).
+    fetched: buckets and units that flowed in, by the index of their task.
     wire: buffers that new weights were written into, by bucket.
     scalars: AdamW's scalars, by hyper-parameter group.
     verdict: Validate's outcome on the device.
     host_verdict: the same on the host.
-    committed: whether Validate has let the step change the state.
+    state_touched: whether the step may have begun to change the state.
   """
 
   number: int
   batches: Sequence[MicroBatch]
   other_before: Sequence[tuple[jax.Array, ...]]
   other: list[tuple[jax.Array, ...]] = dataclasses.field(init=False)
-  before: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
+  other_into: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
     default_factory=dict
   )
   inputs: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
@@ -76,20 +77,36 @@ class Step:
   )
   sumsqs: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
   losses: list[jax.Array] = dataclasses.field(default_factory=list)
-  fetched: dict[tuple[int, int], list[jax.Array]] = dataclasses.field(
+  fetched: dict[int, tuple[Bucket, list[jax.Array]]] = dataclasses.field(
     default_factory=dict
   )
   wire: dict[int, list[WireBuffer]] = dataclasses.field(default_factory=dict)
   scalars: tuple[AdamScalars, ...] = ()
   verdict: Verdict | None = None
   host_verdict: HostVerdict | None = None
-  committed: bool = False
+  state_touched: bool = False
 
   def __post_init__(self):
     self.other = list(self.other_before)
 
   def release(self) -> None:
-    """Drops the arrays that only tasks need; the outcome stays."""
-    self.batches = self.other_before = ()
+    """Drops the arrays that only tasks need.
+
+    What stays are the losses, the outcome, and `other_before`, which a failed
+    step is taken back to.
+    """
+    self.batches = ()
+    self.grad = None
     self.other.clear()
-    self.sumsqs.clear()
+    for arrays in (
+      self.other_into,
+      self.inputs,
+      self.tied,
+      self.partial,
+      self.units,
+      self.host_grads,
+      self.sumsqs,
+      self.fetched,
+      self.wire,
+    ):
+      arrays.clear()

@@ -65,6 +65,7 @@ class DeviceUpdates:
     assert task.bucket is not None and step.verdict is not None
     bucket: Bucket = self._layout.buckets[task.bucket]
     assert bucket.group is not None
+    step.state_touched = True
     scalars = scalar_array(step.scalars[bucket.group])
     new_state, weights, ended = self._update(
       self._state.device[task.bucket],
@@ -74,5 +75,5 @@ class DeviceUpdates:
       step.verdict.finite,
     )
     self._state.device[task.bucket] = new_state
-    self._weights.arrive(task.bucket, weights or new_state.master)
+    self._weights.arrive(bucket, weights or new_state.master)
     return lambda: jax.block_until_ready(ended)

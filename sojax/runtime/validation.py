@@ -1,5 +1,7 @@
 """Validate: decides whether a step changes the state, and commits it."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -26,8 +28,9 @@ class Validation:
     self._groups = groups
     self._validate = make_validate(clip_norm, placement)
     self._keep_if_skipped = make_keep_if_skipped(placement)
-    self._schedules = jax.local_devices(backend="cpu")[0]
+    self._cpu = _cpu_device()
     self._scalars: tuple[int, tuple[AdamScalars, ...]] = (-1, ())
+    self._scalars_at(0)  # a schedule that cannot be evaluated fails early
 
   def validate(self, task: Task, step: Step) -> Wait:
     """Issues the decision; its end commits or skips the step.
@@ -52,7 +55,7 @@ class Validation:
         norm=float(np.asarray(verdict.norm)),
       )
       if step.host_verdict.finite:
-        step.committed = True
+        step.state_touched = True
         self._state.count += 1
 
     return wait
@@ -60,7 +63,17 @@ class Validation:
   def _scalars_at(self, count: int) -> tuple[AdamScalars, ...]:
     """Evaluates the schedules, which are JAX code, on the CPU backend."""
     if self._scalars[0] != count:
-      with jax.default_device(self._schedules):
+      with jax.default_device(self._cpu):
         scalars = tuple(adam_scalars(group, count) for group in self._groups)
       self._scalars = count, scalars
     return self._scalars[1]
+
+
+def _cpu_device() -> Any:
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError as error:
+    raise ValueError(
+      "schedules are evaluated on JAX's CPU backend, which is not there; add"
+      " cpu to the platforms: JAX_PLATFORMS=cuda,cpu"
+    ) from error

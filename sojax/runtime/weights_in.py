@@ -44,7 +44,7 @@ class Weights(abc.ABC):
     """Returns where an update writes the bucket's new weights; may block."""
 
   @abc.abstractmethod
-  def arrive(self, bucket: int, units: Sequence[jax.Array]) -> None:
+  def arrive(self, bucket: Bucket, units: Sequence[jax.Array]) -> None:
     """Takes a bucket's new weights on the device, ready or not."""
 
   @abc.abstractmethod
@@ -52,8 +52,8 @@ class Weights(abc.ABC):
     """Issues the transfer of a bucket's weights to the device."""
 
   @abc.abstractmethod
-  def of_use(self, stage: int, step: Step) -> tuple[jax.Array, ...]:
-    """Returns a stage's parameters, by place, for one program of a step."""
+  def of_use(self, task: Task, step: Step) -> tuple[jax.Array, ...]:
+    """Returns the parameters, by place, that a forward or backward uses."""
 
   @abc.abstractmethod
   def of_evaluation(
@@ -87,6 +87,7 @@ class StationaryWeights(Weights):
     self._ring = WireRing(
       ring_counts(layout, plan), dtype=self._wire.weight, placement=placement
     )
+    self._on_both_sides = layout.on_both_sides
     self._leaves: dict[int, jax.Array] = {}
     self._arrived: dict[int, Sequence[jax.Array]] = {}
 
@@ -94,16 +95,28 @@ class StationaryWeights(Weights):
     """Rounds the masters and places them."""
     self._ring.reset()
     for bucket in self._layout.buckets:
-      self._arrived[bucket.index] = [
+      units = [
         self._from_master(unit.shape, master)
         for unit, master in zip(
           bucket.units, masters[bucket.index], strict=True
         )
       ]
+      self.arrive(bucket, units)
 
-  def arrive(self, bucket: int, units: Sequence[jax.Array]) -> None:
-    """Keeps the units until a stage asks for its leaves."""
-    self._arrived[bucket] = units
+  def arrive(self, bucket: Bucket, units: Sequence[jax.Array]) -> None:
+    """Takes whole leaves as they are, and units until their stage's next use.
+
+    No program of the step is still to be issued that would use the old leaves.
+    They are dropped at once, or the device would hold the weights twice. Only a
+    leaf on both sides keeps its old array: of a skipped step its device part
+    arrives alone.
+    """
+    whole = self._unpacker.whole_leaves(bucket, units)
+    self._arrived[bucket.index] = units
+    for piece in bucket.slices:
+      if piece.leaf not in self._on_both_sides:
+        self._leaves.pop(piece.leaf, None)
+    self._leaves.update(whole)
 
   def buffers(self, bucket: Bucket) -> list[WireBuffer]:
     """Takes buffers out of the ring; waits until some are free."""
@@ -116,7 +129,7 @@ class StationaryWeights(Weights):
     if buffers is None:
       return None  # skipped: the weights on the device are the right ones
     units = _send(buffers, self._placement)
-    self.arrive(task.bucket, units)
+    self.arrive(self._layout.buckets[task.bucket], units)
 
     def wait() -> None:
       try:
@@ -133,20 +146,22 @@ class StationaryWeights(Weights):
     del after
     return self._leaves_of(stage)
 
-  def of_use(self, stage: int, step: Step) -> tuple[jax.Array, ...]:
+  def of_use(self, task: Task, step: Step) -> tuple[jax.Array, ...]:
     """Returns the leaves that are there."""
     del step
-    return self._leaves_of(stage)
+    assert task.stage is not None
+    return self._leaves_of(task.stage)
 
   def _leaves_of(self, stage: int) -> tuple[jax.Array, ...]:
-    for owner in {bucket.stage for bucket in self._layout.used_by(stage)}:
-      arrived = {
-        bucket: self._arrived.pop(bucket.index)
-        for bucket in self._layout.of_stage(owner)
-        if bucket.index in self._arrived
-      }
-      new = self._unpacker.unpack(owner, arrived, self._leaves)
-      self._leaves.update(new)
+    """Unpacks what has arrived; what is borrowed its owner has unpacked."""
+    arrived = {
+      bucket: self._arrived[bucket.index]
+      for bucket in self._layout.of_stage(stage)
+      if bucket.index in self._arrived
+    }
+    self._leaves.update(self._unpacker.unpack(stage, arrived, self._leaves))
+    for bucket in arrived:
+      del self._arrived[bucket.index]
     return tuple(self._leaves[leaf] for leaf in self._used[stage])
 
   def _from_master(
@@ -190,24 +205,23 @@ class FlowingWeights(Weights):
     """Returns the bucket's part of the pinned copy."""
     return self._buffers[bucket.index]
 
-  def arrive(self, bucket: int, units: Sequence[jax.Array]) -> None:
+  def arrive(self, bucket: Bucket, units: Sequence[jax.Array]) -> None:
     """Is never called: device buckets do not flow."""
-    raise AssertionError(f"bucket {bucket} has a home on the device")
+    raise AssertionError(f"bucket {bucket.index} has a home on the device")
 
   def weight_in(self, task: Task, step: Step) -> Wait:
     """Sends a bucket for one use of one stage."""
-    assert task.bucket is not None and task.stage is not None
-    units = _send(self._buffers[task.bucket], self._placement)
-    step.fetched[task.stage, task.bucket] = units
+    assert task.bucket is not None
+    bucket = self._layout.buckets[task.bucket]
+    units = _send(self._buffers[bucket.index], self._placement)
+    step.fetched[task.index] = bucket, units
     return lambda: jax.block_until_ready(units)
 
-  def of_use(self, stage: int, step: Step) -> tuple[jax.Array, ...]:
+  def of_use(self, task: Task, step: Step) -> tuple[jax.Array, ...]:
     """Returns the leaves that were sent for this use."""
-    arrived = {
-      bucket: step.fetched.pop((stage, bucket.index))
-      for bucket in self._layout.used_by(stage)
-    }
-    return self._take(stage, arrived)
+    assert task.stage is not None
+    fetched = [step.fetched.pop(i) for i in task.deps if i in step.fetched]
+    return self._take(task.stage, dict(fetched))
 
   def of_evaluation(
     self, stage: int, *, after: jax.Array

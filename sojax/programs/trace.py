@@ -1,0 +1,98 @@
+"""Runs the stages abstractly: finds what does not fit before anything runs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sojax.programs.split_model import SplitModel
+
+
+@dataclasses.dataclass(frozen=True)
+class StageShapes:
+  """Shape and dtype of what goes into a stage and of what comes out."""
+
+  x: jax.ShapeDtypeStruct
+  y: jax.ShapeDtypeStruct
+
+
+def trace_stages(
+  split: SplitModel, working_dtype: str, batch_shape: tuple[int, int]
+) -> tuple[StageShapes, ...]:
+  """Traces a step's forward without computing anything.
+
+  Args:
+    split: the model.
+    working_dtype: dtype of parameters on the device.
+    batch_shape: micro-batch and sequence length.
+
+  Returns:
+    The shapes of each stage; the last one's y is the loss.
+
+  Raises:
+    ValueError: if a stage returns something else than one floating-point array,
+      or changes which other state it has, if the last stage has no loss, or
+      whatever the model itself objects to, such as a sequence too long for it.
+  """
+  leaves = [
+    jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(working_dtype))
+    for leaf in split.shape.leaves
+  ]
+  x = jax.ShapeDtypeStruct(batch_shape, jnp.int32)
+  shapes = []
+  for stage, name in enumerate(split.shape.stage_names):
+    params = [leaves[leaf] for leaf in split.used[stage]]
+    last = stage == split.shape.num_stages - 1
+    y = _trace(split, stage, params, x, batch_shape if last else None)
+    if not isinstance(y, jax.ShapeDtypeStruct) or not jnp.issubdtype(
+      y.dtype, jnp.floating
+    ):
+      raise ValueError(
+        f"stage {name!r} returns {y}; it must return one floating-point array"
+      )
+    if last and y.shape != ():
+      raise ValueError(
+        f"the loss of stage {name!r} has shape {y.shape}; it must be a scalar:"
+        " the sum over positions of mask * loss"
+      )
+    shapes.append(StageShapes(x, y))
+    x = y
+  return tuple(shapes)
+
+
+def _trace(
+  split: SplitModel,
+  stage: int,
+  params: Sequence[Any],
+  x: jax.ShapeDtypeStruct,
+  targets_shape: tuple[int, int] | None,
+) -> Any:
+  name = split.shape.stage_names[stage]
+  parts = split.parts[stage]
+
+  def run(params, other, x, *targets):
+    module = parts.merge(params, other)
+    if targets and not callable(getattr(module, "loss", None)):
+      raise ValueError(
+        f"the last stage, {name!r}, is a {type(module).__name__} without"
+        " loss(x, targets, mask)"
+      )
+    module.train()
+    y = module.loss(x, *targets) if targets else module(x)
+    changed = not parts.has_state_of(module)
+    if changed:
+      raise ValueError(
+        f"stage {name!r} changes which other state it has while it runs"
+        " (nnx.sow, say); create all of its Variables in __init__"
+      )
+    return y
+
+  targets = ()
+  if targets_shape is not None:
+    targets = (
+      jax.ShapeDtypeStruct(targets_shape, jnp.int32),
+      jax.ShapeDtypeStruct(targets_shape, jnp.float32),
+    )
+  return jax.eval_shape(run, params, split.other[stage], x, *targets)

@@ -1,0 +1,191 @@
+"""One execution of the step graph: what was issued, ended, or failed."""
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+
+from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
+from sojax.graph.timeline import Span, Timeline
+from sojax.runtime.step import Step
+
+
+class StepError(RuntimeError):
+  """A task of a step failed; the cause is chained.
+
+  Attributes:
+    step: number of the step.
+    task: name of the task.
+    data: the step, without the arrays that only its tasks needed.
+  """
+
+  def __init__(self, step: Step, task: Task):
+    self.step = step.number
+    self.task = task.name
+    self.data = step
+    super().__init__(step.number, task.name)
+
+  @property
+  def intact(self) -> bool:
+    """Whether the state is still the one before the step.
+
+    If not, the trainer must be restored from a checkpoint.
+    """
+    return not self.data.state_touched
+
+  def __str__(self) -> str:
+    state = (
+      "the state is the one before it"
+      if self.intact
+      else "the state was already changing: restore a checkpoint"
+    )
+    return f"step {self.step} failed in [{self.task}]; {state}"
+
+
+class _Progress(enum.IntEnum):
+  PENDING = 0
+  ISSUED = 1
+  DONE = 2
+
+
+class StepRun:
+  """One execution of the graph.
+
+  Attributes:
+    step: the data that its tasks share.
+    failure: why it stopped, or None.
+    dispatched: whether the caller has issued all its tasks, or given up.
+  """
+
+  def __init__(
+    self,
+    graph: StepGraph,
+    step: Step,
+    previous: "StepRun | None",
+    changed: threading.Condition,
+  ):
+    self.step = step
+    self.failure = None if previous is None else previous.failure
+    self.dispatched = False
+    self._graph = graph
+    self._previous = previous
+    self._changed = changed
+    self._progress = [_Progress.PENDING] * len(graph.tasks)
+    self._num_done = 0
+    self._ends_s: dict[int, float] = {}
+    self._spans: list[Span] = []
+
+  def wait_done(self, wanted: Callable[[Task], bool] | None = None) -> None:
+    """Waits for the end of the wanted tasks, by default all.
+
+    Raises:
+      StepError: if one of them did not end, since a task of this step or of one
+        before it failed.
+    """
+    indices = [
+      task.index for task in self._graph.tasks if wanted and wanted(task)
+    ]
+
+    def done() -> bool:
+      if wanted is None:
+        return self._num_done == len(self._progress)
+      return all(self._progress[i] is _Progress.DONE for i in indices)
+
+    with self._changed:
+      self._changed.wait_for(lambda: self.failure or done())
+      if not done():
+        assert self.failure is not None
+        raise self.failure
+
+  def wait_until_ready(self, task: Task) -> None:
+    """Waits for what a task needs before it can be issued.
+
+    Raises:
+      StepError: if this step failed.
+    """
+    with self._changed:
+      self._changed.wait_for(lambda: self.failure or self._ready(task))
+      if self.failure is not None:
+        raise self.failure
+
+  def timeline(self) -> Timeline:
+    """Returns the spans of the tasks that have ended."""
+    with self._changed:
+      return Timeline(self._spans)
+
+  def issued(self, task: Task) -> None:
+    """Records that a task's arrays exist, though perhaps not their values."""
+    with self._changed:
+      self._progress[task.index] = _Progress.ISSUED
+      self._changed.notify_all()
+
+  def done(self, task: Task, issued_s: float, lane_free_s: float) -> float:
+    """Records the end of a task; returns the time.
+
+    Args:
+      task: the task.
+      issued_s: when it was issued.
+      lane_free_s: when its lane ended the task before it.
+    """
+    end_s = time.perf_counter()
+    with self._changed:
+      start_s = max([issued_s, lane_free_s, *self._ends_before(task)])
+      self._ends_s[task.index] = end_s
+      self._spans.append(
+        Span(
+          name=task.name,
+          lane=str(task.lane),
+          step=self.step.number,
+          start_s=min(start_s, end_s),
+          end_s=end_s,
+          bytes=task.bytes,
+        )
+      )
+      self._progress[task.index] = _Progress.DONE
+      self._num_done += 1
+      if self._num_done == len(self._progress):
+        self._previous = None
+        self.step.release()
+        self.step.other_before = ()
+      self._changed.notify_all()
+    return end_s
+
+  def fail(self, failure: StepError) -> None:
+    """Stops the step, unless it has ended or failed before."""
+    with self._changed:
+      if self.failure is None and self._num_done < len(self._progress):
+        self.failure = failure
+      self._changed.notify_all()
+
+  def _ends_before(self, task: Task) -> list[float]:
+    """Returns when what the task waits for has ended, as far as is known."""
+    ends = [self._ends_s.get(dep, 0.0) for dep in task.deps]
+    if self._previous is not None:
+      before = self._previous._ends_s
+      ends += [before.get(dep, 0.0) for dep in task.prev_deps]
+    return ends
+
+  def _ready(self, task: Task) -> bool:
+    previous = self._previous
+    return all(self._satisfied(dep, task) for dep in task.deps) and (
+      previous is None
+      or all(previous._satisfied(dep, task) for dep in task.prev_deps)
+    )
+
+  def _satisfied(self, dep: int, task: Task) -> bool:
+    """Says whether `task` may be issued as far as `dep` is concerned.
+
+    JAX itself orders what consumes the arrays of programs and of transfers to
+    the device behind them; everything else waits for the end. So does Validate,
+    which needs the outcome of the one before on the host.
+    """
+    before = self._graph.tasks[dep]
+    consumes_arrays = task.lane in (Lane.DEVICE, Lane.D2H)
+    makes_arrays = before.lane in (Lane.DEVICE, Lane.H2D)
+    if task.kind is before.kind is TaskKind.VALIDATE:
+      needed = _Progress.DONE
+    elif consumes_arrays and makes_arrays:
+      needed = _Progress.ISSUED
+    else:
+      needed = _Progress.DONE
+    return self._progress[dep] >= needed
