@@ -319,6 +319,31 @@ def test_close_may_be_called_by_its_own_threads():
     assert not worker._thread.is_alive()
 
 
+def test_a_span_starts_after_its_dependencies_noticed_late_or_not():
+  """The transfer's end is noticed before that of the program it waits for."""
+  recorder = Recorder(hold=[(0, 1)])
+  actions = recorder.actions()
+  transferred = threading.Event()
+
+  def grad_out(task, step):
+    recorder.issue(task, step)
+    return transferred.set if task.bucket == 0 else lambda: None
+
+  actions[K.GRAD_OUT] = grad_out
+  executor = Executor(graph(), actions)
+  run = executor.run(step(0))
+  assert transferred.wait(60)
+  recorder.gates[0, 1].set()
+  run.wait_done()
+  spans = {span.name: span for span in executor.timeline().spans}
+  program, transfer = (
+    spans["backward stage=1 micro=0"],
+    spans["grad_out bucket=0"],
+  )
+  assert transfer.start_s == min(program.end_s, transfer.end_s)
+  executor.close()
+
+
 def test_a_first_forward_does_not_count_as_busy_while_it_waits():
   """Its span starts after the transfer of the step before it has ended."""
   recorder = Recorder(hold=[(0, 8), (1, 0)])

@@ -73,7 +73,8 @@ class StepRun:
     self._progress = [_Progress.PENDING] * len(graph.tasks)
     self._num_done = 0
     self._ends_s: dict[int, float] = {}
-    self._spans: list[Span] = []
+    self._earliest_s: dict[int, float] = {}
+    self._previous_ends_s = {} if previous is None else previous._ends_s
 
   def wait_done(self, wanted: Callable[[Task], bool] | None = None) -> None:
     """Waits for the end of the wanted tasks, by default all.
@@ -111,7 +112,9 @@ class StepRun:
   def timeline(self) -> Timeline:
     """Returns the spans of the tasks that have ended."""
     with self._changed:
-      return Timeline(self._spans)
+      return Timeline(
+        self._span(self._graph.tasks[index]) for index in self._ends_s
+      )
 
   def issued(self, task: Task) -> None:
     """Records that a task's arrays exist, though perhaps not their values."""
@@ -129,18 +132,8 @@ class StepRun:
     """
     end_s = time.perf_counter()
     with self._changed:
-      start_s = max([issued_s, lane_free_s, *self._ends_before(task)])
       self._ends_s[task.index] = end_s
-      self._spans.append(
-        Span(
-          name=task.name,
-          lane=str(task.lane),
-          step=self.step.number,
-          start_s=min(start_s, end_s),
-          end_s=end_s,
-          bytes=task.bytes,
-        )
-      )
+      self._earliest_s[task.index] = max(issued_s, lane_free_s)
       self._progress[task.index] = _Progress.DONE
       self._num_done += 1
       if self._num_done == len(self._progress):
@@ -157,13 +150,24 @@ class StepRun:
         self.failure = failure
       self._changed.notify_all()
 
-  def _ends_before(self, task: Task) -> list[float]:
-    """Returns when what the task waits for has ended, as far as is known."""
-    ends = [self._ends_s.get(dep, 0.0) for dep in task.deps]
-    if self._previous is not None:
-      before = self._previous._ends_s
-      ends += [before.get(dep, 0.0) for dep in task.prev_deps]
-    return ends
+  def _span(self, task: Task) -> Span:
+    """Returns when a task ran, which is known once its waits have ended.
+
+    It started when it had been issued, its lane was free, and the last of what
+    it waits for had ended.
+    """
+    end_s = self._ends_s[task.index]
+    starts = [self._earliest_s[task.index]]
+    starts += [self._ends_s.get(dep, 0.0) for dep in task.deps]
+    starts += [self._previous_ends_s.get(dep, 0.0) for dep in task.prev_deps]
+    return Span(
+      name=task.name,
+      lane=str(task.lane),
+      step=self.step.number,
+      start_s=min(end_s, max(starts)),
+      end_s=end_s,
+      bytes=task.bytes,
+    )
 
   def _ready(self, task: Task) -> bool:
     previous = self._previous

@@ -1,0 +1,73 @@
+# Needs Python >= 3.11, make and a C++17 compiler. Every target below makes
+# the virtual environment and builds the extension first, and again only when
+# something they depend on has changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet \
+  --disable-pip-version-check -c constraints.txt
+
+CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
+  cpu_ops/tests/*.cc)
+
+.PHONY: train test test-slow test-all lint format bench install clean help
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make train     train a GPT on real text, about two minutes"
+	@echo "make test      all fast tests"
+	@echo "make test-all  all tests"
+	@echo "make lint      check format, style and types"
+	@echo "make format    put the sources into their format"
+	@echo "make bench     compare the step with plain jax + optax"
+	@echo "make clean     remove what was built (not the runs)"
+
+train: install
+	$(BIN)/python -m experiments.train
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow
+
+lint: install
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: install
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+bench: install
+	$(BIN)/python -m experiments.overhead --json=runs/overhead.json
+
+install: $(VENV)/.installed
+
+# Build tools come first and the build is not isolated from them, so that
+# constraints.txt pins them as well.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt setup.py \
+    $(wildcard cpu_ops/*.h cpu_ops/*.cc)
+	$(PIP_INSTALL) setuptools wheel pybind11
+	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit( \
+	  v < (3, 11) and "sojax needs Python >= 3.11 and $(PYTHON) is " \
+	  "%d.%d; name another: make PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed;" \
+	  "on Debian and Ubuntu: apt install python3-venv python3-dev" >&2; \
+	  exit 1; }
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info sojax/*.so .pytest_cache \
+	  .ruff_cache .hypothesis
+	find sojax experiments tests -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Scripts that use sojax: training on text, and measurements."""
