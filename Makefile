@@ -3,21 +3,24 @@
 # something they depend on has changed.
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet \
-  --disable-pip-version-check -c constraints.txt
+  --disable-pip-version-check -c $(CONSTRAINTS)
 
 CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
   cpu_ops/tests/*.cc)
 
-.PHONY: train test test-slow test-all lint format bench install clean help
+.PHONY: train test test-slow test-all test-newest lint format bench install clean help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train     train a GPT on real text, about two minutes"
 	@echo "make test      all fast tests"
 	@echo "make test-all  all tests"
+	@echo "make test-newest  all fast tests on Python 3.12 and the newest jax"
 	@echo "make lint      check format, style and types"
 	@echo "make format    put the sources into their format"
 	@echo "make bench     compare the step with plain jax + optax"
@@ -33,6 +36,11 @@ test-slow: install
 	$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow
+
+# A venv, and an extension, beside those of $(VENV).
+test-newest:
+	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-newest \
+	  CONSTRAINTS=constraints-newest.txt
 
 lint: install
 	$(BIN)/ruff format --check
@@ -52,7 +60,7 @@ install: $(VENV)/.installed
 
 # Build tools come first and the build is not isolated from them, so that
 # constraints.txt pins them as well.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt setup.py \
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS) setup.py \
     $(wildcard cpu_ops/*.h cpu_ops/*.cc)
 	$(PIP_INSTALL) setuptools wheel pybind11
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
@@ -68,6 +76,6 @@ $(VENV)/.created:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info sojax/*.so .pytest_cache \
+	rm -rf $(VENV) .venv-newest build dist *.egg-info sojax/*.so .pytest_cache \
 	  .ruff_cache .hypothesis
 	find sojax experiments tests -name __pycache__ -exec rm -rf {} +

@@ -101,7 +101,9 @@ class Trainer:
       [shape.x.size * shape.x.dtype.itemsize for shape in shapes],
     )
     self._pool = Pool(self.plan.pool_threads or cpu_info().cores)
-    self._state = TrainState(self._split, self.layout, self._placement)
+    self._state = TrainState(
+      self._split, self.layout, config.active_loss_scale, self._placement
+    )
     programs = make_stage_programs(
       self._split, self.layout, shapes, wire.grad, self._placement
     )
@@ -146,10 +148,11 @@ class Trainer:
       ValueError: if the batch has another form; nothing has changed then.
       StepError: if this step or an earlier one failed.
     """
-    batches = self._batches.for_step(batch)
+    batches = self._batches.for_step(batch, self._state.scale.scale)
     with self._noting_failures():
       self._executor.raise_if_failed()
-      step = Step(self._state.num_steps, batches, tuple(self._state.other))
+      state = self._state
+      step = Step(state.num_steps, batches, tuple(state.other), state.scale)
       self._state.num_steps += 1
       run = self._executor.run(step)
     return StepMetrics(run, last_stage=self.layout.model.num_stages - 1)
@@ -261,10 +264,7 @@ class Trainer:
 
   def _actions(self) -> dict[TaskKind, Action]:
     validation = Validation(
-      self._state,
-      self.layout.model.groups,
-      self.config.clip_norm,
-      self._placement,
+      self._state, self.layout.model.groups, self.config, self._placement
     )
     host = HostUpdates(self.layout, self._state, self._weights, self._pool)
     device = DeviceUpdates(
@@ -294,6 +294,7 @@ class Trainer:
     except StepError as error:
       if error.intact:
         self._state.other = list(error.data.other_before)
+        self._state.scale = error.data.scale
         self._state.num_steps = error.step
       else:
         self._broken = error

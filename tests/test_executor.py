@@ -3,9 +3,11 @@
 import queue
 import threading
 
+import jax.numpy as jnp
 import pytest
 
 from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
+from sojax.programs.validate import ScaleState
 from sojax.runtime.executor import Executor
 from sojax.runtime.run import StepError
 from sojax.runtime.step import Step
@@ -80,7 +82,8 @@ class Recorder:
 
 
 def step(number):
-  return Step(number, (), ())
+  one = jnp.ones(())
+  return Step(number, (), (), ScaleState(one, one))
 
 
 def run_steps(recorder, num_steps):

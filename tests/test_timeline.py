@@ -38,14 +38,12 @@ def test_busy_and_idle_match_the_hand_worked_schedule():
     2.0,
     0.0,
     5.5,
-    0.0,
   ]
   assert [recorded.idle_s(lane) for lane in timeline.LANES] == [
     5.0,
     8.0,
     10.0,
     4.5,
-    10.0,
   ]
 
 

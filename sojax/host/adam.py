@@ -47,9 +47,10 @@ class HostBucket:
 
     Args:
       pool: runs the kernel.
-      grads: gradients of each wire unit, float32 or bfloat16, any shape.
-      weights_out: where the new weights of each unit go: flat, bfloat16 or
-        float32.
+      grads: gradients of each wire unit, float32, bfloat16 or float16, any
+        shape.
+      weights_out: where the new weights of each unit go: flat, of one of these
+        dtypes.
       scalars: the scalars of this step.
       grad_scale: multiplies every gradient first.
     """
@@ -87,11 +88,16 @@ def write_weights(master: np.ndarray, weights_out: np.ndarray) -> None:
 
   Args:
     master: float32 [n].
-    weights_out: float32 or bfloat16 [n]; bfloat16 gets the nearest value, ties
-      away from zero, and 0x7fc0 for NaN.
+    weights_out: float32, float16 or bfloat16 [n]. float16 gets the nearest
+      value, ties to even; bfloat16 the nearest, ties away from zero, and 0x7fc0
+      for NaN.
   """
   if weights_out.dtype == np.float32:
     weights_out[:] = master
+    return
+  if weights_out.dtype == np.float16:
+    with np.errstate(over="ignore"):  # to Inf, as in the kernel
+      weights_out[:] = master
     return
   assert weights_out.dtype == ml_dtypes.bfloat16, weights_out.dtype
   for start in range(0, master.size, _CHUNK_ELEMS):

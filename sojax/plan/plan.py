@@ -9,7 +9,7 @@ from sojax.plan.config import TrainConfig
 MIB = 1 << 20
 MIN_BUCKET_BYTES = 1 << 16
 DEFAULT_BUCKET_BYTES = 64 * MIB
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
   "weights": ("stationary", "flow"),

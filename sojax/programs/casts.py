@@ -9,14 +9,17 @@ def narrow(x: jax.Array, dtype: jnp.dtype | str) -> jax.Array:
 
   Args:
     x: float32, any shape.
-    dtype: float32 (nothing to do) or bfloat16: nearest, ties away from zero,
-      NaN to 0x7fc0; integer code, so that both sides give the same bits.
+    dtype: float32 (nothing to do); float16: nearest, ties to even; bfloat16:
+      nearest, ties away from zero, NaN to 0x7fc0, in integer code, so that both
+      sides give the same bits.
 
   Returns:
     The working weights, of x's shape.
   """
   if jnp.dtype(dtype) == jnp.float32:
     return x
+  if jnp.dtype(dtype) == jnp.float16:
+    return x.astype(jnp.float16)
   assert jnp.dtype(dtype) == jnp.bfloat16, dtype
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   half = ((bits + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16)

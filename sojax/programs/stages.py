@@ -62,11 +62,13 @@ class Targets:
     mask: float32 [B, T], weight of each position.
     scale: float32 scalar; the loss is this times the masked sum: one over the
       global batch's number of unmasked tokens.
+    loss_scale: float32 scalar; gradients are those of this times the loss.
   """
 
   tokens: jax.Array
   mask: jax.Array
   scale: jax.Array
+  loss_scale: jax.Array
 
 
 jax.tree_util.register_dataclass(Targets)
@@ -280,7 +282,7 @@ def _differentiate(
   out = BackwardOut(sumsq=jnp.zeros((len(spec.trained),), jnp.float32))
   if isinstance(dy, Targets):
     out = dataclasses.replace(out, loss=y * dy.scale, other=new_other)
-    dy = dy.scale.astype(y.dtype)
+    dy = (dy.scale * dy.loss_scale).astype(y.dtype)
   grads, *dx = pull(dy)
   return grads, dataclasses.replace(out, dx=None if first else dx[0])
 
@@ -306,11 +308,9 @@ def _add_up(
 def _round(total: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Rounds float32 sums to the working dtype, whatever the wire carries.
 
-  reduce_precision, since XLA may leave out a cast that is widened again.
+  The barrier, since XLA may leave out a cast that is widened again.
   """
-  if dtype == jnp.bfloat16:
-    total = jax.lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7)
-  return total.astype(dtype)
+  return jax.lax.optimization_barrier(total.astype(dtype))
 
 
 def _sums_of_squares(grads: Sequence[jax.Array]) -> jax.Array:

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from sojax.cluster.mesh import Placement
+from sojax.plan.config import LossScale
 from sojax.programs.manual import manual_jit
+
+_LARGEST_SCALE = 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +19,11 @@ class Verdict:
   """What Validate says, as arrays on the device.
 
   Attributes:
-    grad_scale: float32, the factor of every gradient: min(1, clip / norm).
+    grad_scale: float32, the factor of every gradient: min(1, clip / norm)
+      over the loss scale.
     finite: bool; False skips the step. A sum of squares past float32's range
       counts as not finite.
-    norm: float32, the global norm before clipping.
+    norm: float32, the global norm before clipping, of the loss as it is.
   """
 
   grad_scale: jax.Array
@@ -30,29 +34,69 @@ class Verdict:
 jax.tree_util.register_dataclass(Verdict)
 
 
+@dataclasses.dataclass(frozen=True)
+class ScaleState:
+  """The loss scale on the device, or on the host.
+
+  Attributes:
+    scale: float32, what the next step's loss is multiplied by; 1 if the
+      precision needs none.
+    good_steps: int32, finite steps since it last changed.
+  """
+
+  scale: jax.Array
+  good_steps: jax.Array
+
+
+jax.tree_util.register_dataclass(ScaleState)
+
+
 @functools.lru_cache
 def make_validate(
-  clip_norm: float | None, placement: Placement
-) -> Callable[[Sequence[jax.Array]], Verdict]:
+  clip_norm: float | None, loss_scale: LossScale | None, placement: Placement
+) -> Callable[..., tuple[Verdict, ScaleState]]:
   """Returns the program from sums of squares to the verdict.
 
   Args:
-    clip_norm: bound of the norm; None leaves gradients unscaled.
+    clip_norm: bound of the norm; None only divides by the loss scale.
+    loss_scale: how the loss scale changes; None leaves it.
     placement: the mesh.
 
   Returns:
-    A jitted function of the stages' `sumsq`, in forward order.
+    A jitted function of the stages' `sumsq`, in forward order, and of the
+    ScaleState of this step; it returns the verdict and the next ScaleState.
   """
 
-  def validate(sumsqs: Sequence[jax.Array]) -> Verdict:
+  def validate(
+    sumsqs: Sequence[jax.Array], state: ScaleState
+  ) -> tuple[Verdict, ScaleState]:
     total = jnp.sum(jnp.concatenate(list(sumsqs)))
-    norm = jnp.sqrt(total)
-    scale = jnp.ones((), jnp.float32)
+    unscale = 1.0 / state.scale
+    norm = jnp.sqrt(total) * unscale
+    clip_scale = jnp.ones((), jnp.float32)
     if clip_norm is not None:
-      scale = jnp.minimum(scale, jnp.float32(clip_norm) / norm)
-    return Verdict(grad_scale=scale, finite=jnp.isfinite(total), norm=norm)
+      clip_scale = jnp.minimum(clip_scale, jnp.float32(clip_norm) / norm)
+    finite = jnp.isfinite(total)
+    verdict = Verdict(grad_scale=clip_scale * unscale, finite=finite, norm=norm)
+    if loss_scale is not None:
+      state = _next_scale(state, finite, loss_scale)
+    return verdict, state
 
   return manual_jit(validate, placement)
+
+
+def _next_scale(
+  state: ScaleState, finite: jax.Array, rule: LossScale
+) -> ScaleState:
+  good_steps = jnp.where(finite, state.good_steps + 1, 0)
+  grows = good_steps == rule.growth_interval
+  factor = jnp.where(grows, rule.growth_factor, 1.0)
+  factor = jnp.where(finite, factor, rule.backoff_factor)
+  scale = jnp.clip(state.scale * factor, 1.0, _LARGEST_SCALE)
+  return ScaleState(
+    scale=scale.astype(jnp.float32),
+    good_steps=jnp.where(grows, 0, good_steps).astype(jnp.int32),
+  )
 
 
 @functools.lru_cache

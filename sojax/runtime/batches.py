@@ -24,13 +24,16 @@ class Batches:
     self._vocab_size = vocab_size
     self._device = placement.device
 
-  def for_step(self, batch: Mapping[str, np.ndarray]) -> list[MicroBatch]:
+  def for_step(
+    self, batch: Mapping[str, np.ndarray], loss_scale: jax.Array
+  ) -> list[MicroBatch]:
     """Places the batch of one optimizer step.
 
     Args:
       batch: "tokens", int32 [accumulation * micro_batch, seq_len + 1], and
         perhaps "loss_mask", float32 or bool [.., seq_len], for the tokens that
         are predicted. Copied.
+      loss_scale: what gradients are scaled by.
 
     Returns:
       One micro-batch per accumulation.
@@ -45,7 +48,7 @@ class Batches:
         f"tokens has {len(tokens)} rows; it must have accumulation *"
         f" micro_batch = {rows}"
       )
-    return self._place(tokens, mask)
+    return self._place(tokens, mask, loss_scale)
 
   def for_evaluation(self, batch: Mapping[str, np.ndarray]) -> list[MicroBatch]:
     """Places a batch of any number of micro-batches; see `for_step`."""
@@ -55,7 +58,7 @@ class Batches:
         f"tokens has {len(tokens)} rows; it must have a multiple of"
         f" micro_batch={self._config.micro_batch}"
       )
-    return self._place(tokens, mask)
+    return self._place(tokens, mask, self._put(np.float32(1.0)))
 
   def _check(
     self, batch: Mapping[str, np.ndarray]
@@ -98,7 +101,9 @@ class Batches:
         f" [0, {'vocabulary size' if bound is None else bound})"
       )
 
-  def _place(self, tokens: np.ndarray, mask: np.ndarray) -> list[MicroBatch]:
+  def _place(
+    self, tokens: np.ndarray, mask: np.ndarray, loss_scale: jax.Array
+  ) -> list[MicroBatch]:
     scale = np.float32(1.0 / np.sum(mask, dtype=np.float64))
     size = self._config.micro_batch
     return [
@@ -108,6 +113,7 @@ class Batches:
           tokens=self._put(tokens[row : row + size, 1:]),
           mask=self._put(mask[row : row + size]),
           scale=self._put(scale),
+          loss_scale=loss_scale,
         ),
       )
       for row in range(0, len(tokens), size)

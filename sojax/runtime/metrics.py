@@ -42,7 +42,12 @@ class StepMetrics:
   def clipped(self) -> bool:
     """Whether gradients were scaled down to the clip norm."""
     verdict = self._verdict()
-    return verdict.finite and verdict.grad_scale < 1.0
+    return verdict.finite and verdict.grad_scale * verdict.loss_scale < 1.0
+
+  @property
+  def loss_scale(self) -> float:
+    """What the loss of this step was multiplied by: 1 except in fp16."""
+    return self._verdict().loss_scale
 
   @property
   def skipped(self) -> bool:

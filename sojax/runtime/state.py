@@ -13,8 +13,10 @@ from sojax.cluster.mesh import Placement
 from sojax.host.adam import HostBucket, arena_bytes, kinds
 from sojax.host.arena import Arena
 from sojax.plan.buckets import Bucket, Layout, Leaf
+from sojax.plan.config import LossScale
 from sojax.programs.device_update import DeviceState
 from sojax.programs.split_model import SplitModel
+from sojax.programs.validate import ScaleState
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,16 +39,24 @@ class TrainState:
     device: the state of device buckets, by bucket index.
     other: for each stage its other state (rng keys and counts, statistics), as
       of the newest Validate that was issued.
+    scale: the loss scale, likewise.
     count: optimizer steps committed.
     num_steps: steps begun, skipped ones included.
   """
 
-  def __init__(self, split: SplitModel, layout: Layout, placement: Placement):
+  def __init__(
+    self,
+    split: SplitModel,
+    layout: Layout,
+    loss_scale: LossScale | None,
+    placement: Placement,
+  ):
     """Allocates the state and takes the masters from the model.
 
     Args:
       split: the model; every parameter must have a value.
       layout: how it is cut into buckets.
+      loss_scale: how the loss is scaled; None leaves it.
       placement: the mesh.
 
     Raises:
@@ -71,6 +81,8 @@ class TrainState:
         layout.model.stage_names, split.parts, split.other, strict=True
       )
     ]
+    self._loss_scale = loss_scale
+    self.scale = self._scale_state(loss_scale.initial if loss_scale else 1.0, 0)
     self.count = 0
     self.num_steps = 0
     self._places = _places(layout)
@@ -126,14 +138,24 @@ class TrainState:
       masters[index] = [self._on_host(x) for x in state.master]
     return masters
 
-  def scalars(self) -> dict[str, int]:
-    """Returns the counters."""
-    return {"count": self.count, "num_steps": self.num_steps}
+  def scalars(self) -> dict[str, int | float]:
+    """Returns the counters and the loss scale, which is 0 if there is none."""
+    scaled = self._loss_scale is not None
+    return {
+      "count": self.count,
+      "num_steps": self.num_steps,
+      "loss_scale": float(np.asarray(self.scale.scale)) if scaled else 0.0,
+      "good_steps": int(np.asarray(self.scale.good_steps)),
+    }
 
-  def load_scalars(self, scalars: Mapping[str, int]) -> None:
-    """Replaces the counters."""
+  def load_scalars(self, scalars: Mapping[str, int | float]) -> None:
+    """Replaces the counters, and the loss scale where both sides have one."""
     self.count = int(scalars["count"])
     self.num_steps = int(scalars["num_steps"])
+    if self._loss_scale is not None and scalars["loss_scale"]:
+      self.scale = self._scale_state(
+        scalars["loss_scale"], int(scalars["good_steps"])
+      )
 
   def other_state(self) -> dict[str, np.ndarray]:
     """Returns a copy of the other state by name; rng keys as key data."""
@@ -152,6 +174,12 @@ class TrainState:
       )
       for paths, leaves in zip(self._other_paths, self.other, strict=True)
     ]
+
+  def _scale_state(self, scale: float, good_steps: int) -> ScaleState:
+    return ScaleState(
+      scale=_put(np.float32(scale), self._placement),
+      good_steps=_put(np.int32(good_steps), self._placement),
+    )
 
   def _overlaps(
     self, leaf: int, start: int, stop: int

@@ -10,7 +10,7 @@ from sojax.host.wire import WireBuffer
 from sojax.plan.adamw import AdamScalars
 from sojax.plan.buckets import Bucket
 from sojax.programs.stages import Targets
-from sojax.programs.validate import Verdict
+from sojax.programs.validate import ScaleState, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class HostVerdict:
   grad_scale: float
   finite: bool
   norm: float
+  loss_scale: float
 
 
 @dataclasses.dataclass
@@ -38,6 +39,7 @@ class Step:
     number: counts calls of Trainer.step, from 0.
     batches: the micro-batches.
     other_before: each stage's other state before the step.
+    scale: the loss scale of the step.
     other: the same as of the newest forward.
     other_into: each stage's other state as it went into the newest forward.
     inputs: input of each stage in the current micro-batch.
@@ -59,6 +61,7 @@ class Step:
   number: int
   batches: Sequence[MicroBatch]
   other_before: Sequence[tuple[jax.Array, ...]]
+  scale: ScaleState
   other: list[tuple[jax.Array, ...]] = dataclasses.field(init=False)
   other_into: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
     default_factory=dict
@@ -92,8 +95,8 @@ class Step:
   def release(self) -> None:
     """Drops the arrays that only tasks need.
 
-    What stays are the losses, the outcome, and `other_before`, which a failed
-    step is taken back to.
+    What stays are the losses, the outcome, and what a failed step is taken back
+    to: `other_before` and `scale`.
     """
     self.batches = ()
     self.grad = None

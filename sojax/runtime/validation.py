@@ -8,6 +8,7 @@ import numpy as np
 from sojax.cluster.mesh import Placement
 from sojax.graph.graph import Task
 from sojax.plan.adamw import AdamScalars, AdamW, adam_scalars
+from sojax.plan.config import TrainConfig
 from sojax.programs.validate import make_keep_if_skipped, make_validate
 from sojax.runtime.executor import Wait
 from sojax.runtime.state import TrainState
@@ -21,13 +22,17 @@ class Validation:
     self,
     state: TrainState,
     groups: tuple[AdamW, ...],
-    clip_norm: float | None,
+    config: TrainConfig,
     placement: Placement,
   ):
     self._state = state
     self._groups = groups
-    self._validate = make_validate(clip_norm, placement)
+    self._config = config
+    self._validate = make_validate(
+      config.clip_norm, config.active_loss_scale, placement
+    )
     self._keep_if_skipped = make_keep_if_skipped(placement)
+    self._num_skips = 0
     self._cpu = _cpu_device()
     self._scalars: tuple[int, tuple[AdamScalars, ...]] = (-1, ())
     self._scalars_at(0)  # a schedule that cannot be evaluated fails early
@@ -41,24 +46,40 @@ class Validation:
     del task
     step.scalars = self._scalars_at(self._state.count)
     sumsqs = [step.sumsqs[stage] for stage in sorted(step.sumsqs)]
-    verdict = step.verdict = self._validate(sumsqs)
+    step.verdict, self._state.scale = self._validate(sumsqs, step.scale)
     for stage, old in enumerate(step.other_before):
       if old:
         self._state.other[stage] = self._keep_if_skipped(
-          verdict.finite, old, step.other[stage]
+          step.verdict.finite, old, step.other[stage]
         )
+    return lambda: self._conclude(step)
 
-    def wait() -> None:
-      step.host_verdict = HostVerdict(
-        grad_scale=float(np.asarray(verdict.grad_scale)),
-        finite=bool(np.asarray(verdict.finite)),
-        norm=float(np.asarray(verdict.norm)),
+  def _conclude(self, step: Step) -> None:
+    """Reads the verdict and commits the step, or counts that it is skipped."""
+    assert step.verdict is not None
+    verdict = step.host_verdict = HostVerdict(
+      grad_scale=float(np.asarray(step.verdict.grad_scale)),
+      finite=bool(np.asarray(step.verdict.finite)),
+      norm=float(np.asarray(step.verdict.norm)),
+      loss_scale=float(np.asarray(step.scale.scale)),
+    )
+    if verdict.finite:
+      self._num_skips = 0
+      step.state_touched = True
+      self._state.count += 1
+      return
+    self._num_skips += 1
+    if self._num_skips >= self._config.max_consecutive_skips:
+      raise FloatingPointError(
+        f"gradients were not finite in {self._num_skips} steps in a row, which"
+        f" max_consecutive_skips={self._config.max_consecutive_skips} allows no"
+        " more; look at the data and the learning rate"
       )
-      if step.host_verdict.finite:
-        step.state_touched = True
-        self._state.count += 1
-
-    return wait
+    if self._config.active_loss_scale and verdict.loss_scale == 1.0:
+      raise FloatingPointError(
+        "gradients are not finite at loss scale 1; the model does not fit into"
+        " fp16: use precision='bf16'"
+      )
 
   def _scalars_at(self, count: int) -> tuple[AdamScalars, ...]:
     """Evaluates the schedules, which are JAX code, on the CPU backend."""
