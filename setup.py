@@ -24,8 +24,8 @@ _COMPILE_ARGS = [
 # Only these files may hold instructions that not every CPU has; dispatch.cc
 # decides at run time whether they are called. Off x86 they are not built.
 _X86_ARGS = {
-  "adam_avx2.cc": ["-mavx2", "-mfma"],
-  "adam_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+  "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
+  "kernels_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
 }
 
 

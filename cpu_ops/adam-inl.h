@@ -1,16 +1,5 @@
-// The body of the AdamW kernel, written once over a vector trait V.
-//
-// A trait (vec_<isa>.h) has kLanes, the vector type F and
-//   Set, Add, Mul, Div, Sqrt, Fma(a, b, c) = a * b + c rounded once,
-//   Load(const float*), Store(float*, F), LoadBf16(const uint16_t*) and
-//   StoreBf16(uint16_t*, F), each also with a count of lanes: those below the
-//   count are read (the others are 0) or written, memory past it is not
-//   touched,
-//   kStreams; if true, Stream and StreamBf16, stores past the caches to an
-//   address aligned to the bytes stored, and Fence, which orders them.
-//
-// Include this from one adam_<isa>.cc, compiled with that set's flags. All of
-// it has internal linkage, so that no other caller can be given its code.
+// The body of the AdamW kernel, written once over a vector trait and the types
+// of its arrays (elems-inl.h).
 #ifndef CPU_OPS_ADAM_INL_H_
 #define CPU_OPS_ADAM_INL_H_
 
@@ -18,9 +7,8 @@
 #include <cstdint>
 
 #include "adam.h"
+#include "elems-inl.h"
 #include "fp_mode.h"
-
-#define SOJAX_INLINE inline __attribute__((always_inline))
 
 namespace sojax {
 namespace {
@@ -37,57 +25,6 @@ constexpr std::size_t kBlockElems = 32;
 constexpr std::size_t kPrefetchBytes = 2048;
 
 constexpr std::size_t kCacheLineBytes = 64;
-
-// Where gradients come from.
-struct GradFloat32 {
-  using Elem = float;
-  template <class V, class... Count>
-  static SOJAX_INLINE typename V::F Load(const Elem* from, Count... count) {
-    return V::Load(from, count...);
-  }
-};
-
-struct GradBfloat16 {
-  using Elem = std::uint16_t;
-  template <class V, class... Count>
-  static SOJAX_INLINE typename V::F Load(const Elem* from, Count... count) {
-    return V::LoadBf16(from, count...);
-  }
-};
-
-// Where working weights go.
-struct WeightNone {
-  using Elem = char;
-  static constexpr bool kWrites = false;
-  template <class V, class... Count>
-  static SOJAX_INLINE void Store(Elem*, typename V::F, Count...) {}
-};
-
-struct WeightFloat32 {
-  using Elem = float;
-  static constexpr bool kWrites = true;
-  template <class V, class... Count>
-  static SOJAX_INLINE void Store(Elem* to, typename V::F p, Count... count) {
-    V::Store(to, p, count...);
-  }
-  template <class V>
-  static SOJAX_INLINE void Stream(Elem* to, typename V::F p) {
-    V::Stream(to, p);
-  }
-};
-
-struct WeightBfloat16 {
-  using Elem = std::uint16_t;
-  static constexpr bool kWrites = true;
-  template <class V, class... Count>
-  static SOJAX_INLINE void Store(Elem* to, typename V::F p, Count... count) {
-    V::StoreBf16(to, p, count...);
-  }
-  template <class V>
-  static SOJAX_INLINE void Stream(Elem* to, typename V::F p) {
-    V::StreamBf16(to, p);
-  }
-};
 
 template <class V, class Grad, class Weight>
 class AdamStep {
@@ -215,18 +152,6 @@ class AdamStep {
     }
   }
 };
-
-// The table's rows follow GradType, its columns WeightType.
-template <class V>
-constexpr KernelTable MakeKernelTable(const char* isa) {
-  return {isa,
-          {{AdamStep<V, GradFloat32, WeightNone>::Run,
-            AdamStep<V, GradFloat32, WeightBfloat16>::Run,
-            AdamStep<V, GradFloat32, WeightFloat32>::Run},
-           {AdamStep<V, GradBfloat16, WeightNone>::Run,
-            AdamStep<V, GradBfloat16, WeightBfloat16>::Run,
-            AdamStep<V, GradBfloat16, WeightFloat32>::Run}}};
-}
 
 }  // namespace
 }  // namespace sojax

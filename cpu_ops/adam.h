@@ -1,5 +1,4 @@
-// The AdamW step on the CPU: its parameters, its buffers and the table of
-// instances that each instruction set provides.
+// The AdamW step on the CPU: its parameters and its buffers.
 #ifndef CPU_OPS_ADAM_H_
 #define CPU_OPS_ADAM_H_
 
@@ -22,12 +21,6 @@ struct AdamParams {
   float grad_scale;  // multiplies every gradient before anything else
 };
 
-// What is stored in the gradient, and in the working weights written.
-enum class GradType { kFloat32, kBfloat16 };
-enum class WeightType { kNone, kBfloat16, kFloat32 };
-inline constexpr std::size_t kNumGradTypes = 2;
-inline constexpr std::size_t kNumWeightTypes = 3;
-
 // One flat run of parameters. The arrays must not overlap, and may start at
 // any byte address.
 struct AdamBuffers {
@@ -49,20 +42,6 @@ struct AdamBuffers {
 // environment of the calling thread is left as it was found.
 using AdamStepFn = void (*)(const AdamParams& params,
                             const AdamBuffers& buffers, std::size_t n);
-
-// The instances of one instruction set.
-struct KernelTable {
-  const char* isa;  // "avx512", "avx2", "scalar"
-  AdamStepFn adam_step[kNumGradTypes][kNumWeightTypes];
-};
-
-// Call only the tables that dispatch.h lists: the others may hold
-// instructions that this CPU does not have.
-extern const KernelTable kScalarKernels;
-#if defined(__x86_64__)
-extern const KernelTable kAvx2Kernels;
-extern const KernelTable kAvx512Kernels;
-#endif
 
 }  // namespace sojax
 

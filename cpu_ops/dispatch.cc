@@ -12,7 +12,8 @@ std::vector<const KernelTable*> AvailableKernels() {
       __builtin_cpu_supports("avx512vl")) {
     tables.push_back(&kAvx512Kernels);
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
     tables.push_back(&kAvx2Kernels);
   }
 #endif

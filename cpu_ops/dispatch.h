@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "adam.h"
+#include "kernels.h"
 
 namespace sojax {
 

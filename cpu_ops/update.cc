@@ -6,56 +6,85 @@
 namespace sojax {
 namespace {
 
-// The bounds of a chunk. The largest is 256 KiB of each float array, so that a
+// The bounds of a piece. The largest is 256 KiB of each float array, so that a
 // 64 MiB bucket has hundreds and its threads end together; a quarter of it
 // takes the same time (32M parameters, two Zen 5 cores). The smallest, 16 KiB,
 // is a guess: a few microseconds, about what it takes to wake a thread.
-constexpr std::size_t kMaxChunkElems = std::size_t{1} << 16;
-constexpr std::size_t kMinChunkElems = std::size_t{1} << 12;
+constexpr std::size_t kMaxPieceElems = std::size_t{1} << 16;
+constexpr std::size_t kMinPieceElems = std::size_t{1} << 12;
+// A piece is a power of two in between, so that it has whole chunks.
+static_assert(kMinPieceElems % kChunkElems == 0);
 
-struct Chunk {
-  const AdamSegment* segment;
+template <class Segment>
+struct Piece {
+  const Segment* segment;
   std::size_t start;
   std::size_t num_elems;
 };
 
-std::vector<Chunk> CutIntoChunks(const std::vector<AdamSegment>& segments,
-                                 std::size_t num_threads) {
+template <class Segment>
+std::vector<Piece<Segment>> CutIntoPieces(const std::vector<Segment>& segments,
+                                          std::size_t num_threads) {
   std::size_t total = 0;
-  for (const AdamSegment& segment : segments) total += segment.num_elems;
+  for (const Segment& segment : segments) total += segment.num_elems;
   // Powers of two keep the cuts on cache lines of an aligned array.
-  std::size_t limit = kMaxChunkElems;
-  while (limit > kMinChunkElems && limit * num_threads > total) limit /= 2;
-  std::vector<Chunk> chunks;
-  chunks.reserve(segments.size() + total / limit);
-  for (const AdamSegment& segment : segments) {
+  std::size_t limit = kMaxPieceElems;
+  while (limit > kMinPieceElems && limit * num_threads > total) limit /= 2;
+  std::vector<Piece<Segment>> pieces;
+  pieces.reserve(segments.size() + total / limit);
+  for (const Segment& segment : segments) {
     for (std::size_t i = 0; i < segment.num_elems; i += limit) {
-      chunks.push_back({&segment, i, std::min(limit, segment.num_elems - i)});
+      pieces.push_back({&segment, i, std::min(limit, segment.num_elems - i)});
     }
   }
-  return chunks;
+  return pieces;
 }
 
-void StepChunk(const KernelTable& kernels, const AdamParams& params,
-               const Chunk& chunk) {
-  const AdamSegment& segment = *chunk.segment;
-  const std::size_t grad_bytes =
-      segment.grad_type == GradType::kFloat32 ? 4 : 2;
-  const std::size_t weight_bytes =
-      segment.weight_type == WeightType::kFloat32 ? 4 : 2;
-  AdamBuffers buffers = segment.buffers;
-  buffers.p += chunk.start;
-  buffers.mu += chunk.start;
-  buffers.nu += chunk.start;
-  buffers.grad =
-      static_cast<const char*>(buffers.grad) + chunk.start * grad_bytes;
-  if (segment.weight_type != WeightType::kNone) {
-    buffers.weight =
-        static_cast<char*>(buffers.weight) + chunk.start * weight_bytes;
-  }
+// Calls run(piece) for all pieces of the segments, on the threads of the pool.
+template <class Segment, class Function>
+void ForEachPiece(Pool& pool, const std::vector<Segment>& segments,
+                  const Function& run) {
+  const auto pieces = CutIntoPieces(segments, pool.num_threads());
+  if (pieces.empty()) return;
+  std::atomic<std::size_t> next{0};
+  pool.Run([&](std::size_t) {
+    for (std::size_t i = next++; i < pieces.size(); i = next++) run(pieces[i]);
+  });
+}
+
+const void* GradAt(const void* grad, GradType type, std::size_t i) {
+  const std::size_t elem_bytes = type == GradType::kFloat32 ? 4 : 2;
+  return static_cast<const char*>(grad) + i * elem_bytes;
+}
+
+void* WeightAt(void* weight, WeightType type, std::size_t i) {
+  if (type == WeightType::kNone) return weight;
+  const std::size_t elem_bytes = type == WeightType::kFloat32 ? 4 : 2;
+  return static_cast<char*>(weight) + i * elem_bytes;
+}
+
+void StepPiece(const KernelTable& kernels, const AdamParams& params,
+               const Piece<AdamSegment>& piece) {
+  const AdamSegment& segment = *piece.segment;
+  const AdamBuffers& all = segment.buffers;
+  const AdamBuffers buffers = {
+      all.p + piece.start, all.mu + piece.start, all.nu + piece.start,
+      GradAt(all.grad, segment.grad_type, piece.start),
+      WeightAt(all.weight, segment.weight_type, piece.start)};
   kernels.adam_step[static_cast<std::size_t>(segment.grad_type)]
                    [static_cast<std::size_t>(segment.weight_type)](
-                       params, buffers, chunk.num_elems);
+                       params, buffers, piece.num_elems);
+}
+
+void AccumulatePiece(const AccumulateFn (&functions)[kNumGradTypes],
+                     const Piece<AccumulateSegment>& piece) {
+  const AccumulateSegment& segment = *piece.segment;
+  AccumulateBuffers buffers = segment.buffers;
+  buffers.sum += piece.start;
+  buffers.grad = GradAt(buffers.grad, segment.grad_type, piece.start);
+  if (buffers.sumsq != nullptr) buffers.sumsq += piece.start / kChunkElems;
+  functions[static_cast<std::size_t>(segment.grad_type)](buffers,
+                                                         piece.num_elems);
 }
 
 }  // namespace
@@ -63,13 +92,22 @@ void StepChunk(const KernelTable& kernels, const AdamParams& params,
 void AdamUpdate(Pool& pool, const KernelTable& kernels,
                 const AdamParams& params,
                 const std::vector<AdamSegment>& segments) {
-  const std::vector<Chunk> chunks = CutIntoChunks(segments, pool.num_threads());
-  if (chunks.empty()) return;
-  std::atomic<std::size_t> next{0};
-  pool.Run([&](std::size_t) {
-    for (std::size_t i = next++; i < chunks.size(); i = next++) {
-      StepChunk(kernels, params, chunks[i]);
-    }
+  ForEachPiece(pool, segments, [&](const Piece<AdamSegment>& piece) {
+    StepPiece(kernels, params, piece);
+  });
+}
+
+void Widen(Pool& pool, const KernelTable& kernels,
+           const std::vector<AccumulateSegment>& segments) {
+  ForEachPiece(pool, segments, [&](const Piece<AccumulateSegment>& piece) {
+    AccumulatePiece(kernels.widen, piece);
+  });
+}
+
+void Accumulate(Pool& pool, const KernelTable& kernels,
+                const std::vector<AccumulateSegment>& segments) {
+  ForEachPiece(pool, segments, [&](const Piece<AccumulateSegment>& piece) {
+    AccumulatePiece(kernels.accumulate, piece);
   });
 }
 

@@ -17,6 +17,10 @@ namespace {
 
 struct Avx512 {
   using F = __m512;
+  using Halves = __m256i;
+  struct Doubles {
+    __m512d low, high;
+  };
   static constexpr std::size_t kLanes = 16;
   static constexpr bool kStreams = true;
 
@@ -29,11 +33,11 @@ struct Avx512 {
 
   static F Load(const float* from) { return _mm512_loadu_ps(from); }
   static void Store(float* to, F x) { _mm512_storeu_ps(to, x); }
-  static F LoadBf16(const std::uint16_t* from) {
-    return Widen(_mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from)));
+  static Halves LoadHalves(const std::uint16_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i_u*>(from));
   }
-  static void StoreBf16(std::uint16_t* to, F x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), Narrow(x));
+  static void StoreHalves(std::uint16_t* to, Halves x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i_u*>(to), x);
   }
 
   static F Load(const float* from, std::size_t count) {
@@ -42,36 +46,53 @@ struct Avx512 {
   static void Store(float* to, F x, std::size_t count) {
     _mm512_mask_storeu_ps(to, FirstLanes(count), x);
   }
-  static F LoadBf16(const std::uint16_t* from, std::size_t count) {
-    return Widen(_mm256_maskz_loadu_epi16(FirstLanes(count), from));
+  static Halves LoadHalves(const std::uint16_t* from, std::size_t count) {
+    return _mm256_maskz_loadu_epi16(FirstLanes(count), from);
   }
-  static void StoreBf16(std::uint16_t* to, F x, std::size_t count) {
-    _mm256_mask_storeu_epi16(to, FirstLanes(count), Narrow(x));
+  static void StoreHalves(std::uint16_t* to, Halves x, std::size_t count) {
+    _mm256_mask_storeu_epi16(to, FirstLanes(count), x);
   }
 
   static void Stream(float* to, F x) { _mm512_stream_ps(to, x); }
-  static void StreamBf16(std::uint16_t* to, F x) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), Narrow(x));
+  static void StreamHalves(std::uint16_t* to, Halves x) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), x);
   }
   static void Fence() { _mm_sfence(); }
+
+  static F WidenBf16(Halves x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  static Halves NarrowBf16(F x) {
+    const __m512i rounded = _mm512_srli_epi32(
+        _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)),
+        16);
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_mov_epi32(rounded, IsNan(x), _mm512_set1_epi32(0x7fc0)));
+  }
+  static F WidenF16(Halves x) { return _mm512_cvtph_ps(x); }
+  static Halves NarrowF16(F x) {
+    const Halves rounded =
+        _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm256_mask_mov_epi16(rounded, IsNan(x), _mm256_set1_epi16(0x7e00));
+  }
+
+  static Doubles Zeros() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+  static Doubles AddSquares(Doubles sums, F x) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+    return {_mm512_fmadd_pd(low, low, sums.low),
+            _mm512_fmadd_pd(high, high, sums.high)};
+  }
+  static void StoreDoubles(double* to, Doubles x) {
+    _mm512_store_pd(to, x.low);
+    _mm512_store_pd(to + 8, x.high);
+  }
 
  private:
   static __mmask16 FirstLanes(std::size_t count) {
     return static_cast<__mmask16>((1u << count) - 1u);
   }
-  static F Widen(__m256i halves) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-  }
-  // Nearest, ties away from zero; every NaN becomes 0x7fc0.
-  static __m256i Narrow(F x) {
-    const __m512i rounded = _mm512_srli_epi32(
-        _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)),
-        16);
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(
-        _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
-  }
+  static __mmask16 IsNan(F x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
 };
 
 }  // namespace

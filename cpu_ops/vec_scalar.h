@@ -13,6 +13,8 @@ namespace {
 
 struct Scalar {
   using F = float;
+  using Halves = std::uint16_t;
+  using Doubles = double;
   static constexpr std::size_t kLanes = 1;
   static constexpr bool kStreams = false;
 
@@ -31,31 +33,99 @@ struct Scalar {
   }
   static void Store(float* to, F x) { std::memcpy(to, &x, sizeof(x)); }
 
-  static F LoadBf16(const std::uint16_t* from) {
-    std::uint16_t half;
-    std::memcpy(&half, from, sizeof(half));
-    const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
-    F x;
-    std::memcpy(&x, &bits, sizeof(x));
+  static Halves LoadHalves(const std::uint16_t* from) {
+    Halves x;
+    std::memcpy(&x, from, sizeof(x));
     return x;
   }
-  // Nearest, ties away from zero; every NaN becomes 0x7fc0.
-  static void StoreBf16(std::uint16_t* to, F x) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &x, sizeof(bits));
-    const auto half =
-        static_cast<std::uint16_t>(x == x ? (bits + 0x8000u) >> 16 : 0x7fc0u);
-    std::memcpy(to, &half, sizeof(half));
+  static void StoreHalves(std::uint16_t* to, Halves x) {
+    std::memcpy(to, &x, sizeof(x));
   }
 
   // A vector of one lane has no part: a count is never below 1.
   static F Load(const float* from, std::size_t) { return Load(from); }
   static void Store(float* to, F x, std::size_t) { Store(to, x); }
-  static F LoadBf16(const std::uint16_t* from, std::size_t) {
-    return LoadBf16(from);
+  static Halves LoadHalves(const std::uint16_t* from, std::size_t) {
+    return LoadHalves(from);
   }
-  static void StoreBf16(std::uint16_t* to, F x, std::size_t) {
-    StoreBf16(to, x);
+  static void StoreHalves(std::uint16_t* to, Halves x, std::size_t) {
+    StoreHalves(to, x);
+  }
+
+  static F WidenBf16(Halves x) {
+    return FromBits(static_cast<std::uint32_t>(x) << 16);
+  }
+  static Halves NarrowBf16(F x) {
+    const std::uint32_t bits = Bits(x);
+    return static_cast<Halves>(IsNan(bits) ? 0x7fc0u : (bits + 0x8000u) >> 16);
+  }
+
+  static F WidenF16(Halves x) {
+    const std::uint32_t sign = (x & 0x8000u) << 16;
+    std::uint32_t magnitude = (x & 0x7fffu) << 13;
+    if (magnitude >= 0x1fu << 23) {  // infinite or NaN, which becomes quiet
+      magnitude += (0xffu - 0x1fu) << 23;
+      if (IsNan(magnitude)) magnitude |= 1u << 22;
+    } else if (magnitude >= 1u << 23) {
+      magnitude += kBiasDifference << 23;
+    } else if (magnitude != 0) {
+      // Subnormal: the leading bit moves up to where floats imply it.
+      std::uint32_t exponent = kBiasDifference + 1;
+      for (; magnitude < 1u << 23; magnitude <<= 1) --exponent;
+      magnitude += (exponent - 1) << 23;
+    }
+    return FromBits(sign | magnitude);
+  }
+  static Halves NarrowF16(F x) {
+    const std::uint32_t bits = Bits(x);
+    if (IsNan(bits)) return 0x7e00;
+    const std::uint32_t sign = bits >> 16 & 0x8000u;
+    const std::uint32_t magnitude = bits & 0x7fffffffu;
+    std::uint32_t half;
+    if (magnitude >= 0x477ff000u) {  // 65520: half a step past the largest
+      half = 0x7c00;
+    } else if (magnitude >= 0x38800000u) {  // 2^-14: the smallest normal
+      half = ShiftToEven(magnitude - (kBiasDifference << 23), 13);
+    } else if (magnitude >= 0x33000000u) {  // 2^-25: half of the smallest
+      // Subnormal: a count of 2^-24.
+      const std::uint32_t significand = (magnitude & 0x7fffffu) | 1u << 23;
+      half = ShiftToEven(significand, 126 - (magnitude >> 23));
+    } else {
+      half = 0;
+    }
+    return static_cast<Halves>(sign | half);
+  }
+
+  static Doubles Zeros() { return 0; }
+  // The square has 48 bits, so that adding it in a fused step, as the others
+  // do, gives the same.
+  static Doubles AddSquares(Doubles sums, F x) {
+    const auto wide = static_cast<double>(x);
+    return sums + wide * wide;
+  }
+  static void StoreDoubles(double* to, Doubles x) { *to = x; }
+
+ private:
+  // Between the exponents of one number as float and as float16.
+  static constexpr std::uint32_t kBiasDifference = 127 - 15;
+
+  static std::uint32_t Bits(F x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+  }
+  static F FromBits(std::uint32_t bits) {
+    F x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+  }
+  static bool IsNan(std::uint32_t bits) {
+    return (bits & 0x7fffffffu) > 0x7f800000u;
+  }
+  // Returns x / 2^shift, rounded to nearest even.
+  static std::uint32_t ShiftToEven(std::uint32_t x, std::uint32_t shift) {
+    const std::uint32_t odd = x >> shift & 1u;
+    return (x + (1u << (shift - 1)) - 1u + odd) >> shift;
   }
 };
 

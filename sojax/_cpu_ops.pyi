@@ -4,9 +4,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-_Segment = tuple[
+_AdamSegment = tuple[
   np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None
 ]
+_AccumulateSegment = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
+CHUNK_ELEMS: int
 
 def available_isas() -> list[str]: ...
 
@@ -31,6 +34,8 @@ class Pool:
     self, num_threads: int, isa: str, cores: Sequence[int]
   ) -> None: ...
   def adamw_step(
-    self, segments: Iterable[_Segment], params: AdamParams
+    self, segments: Iterable[_AdamSegment], params: AdamParams
   ) -> None: ...
+  def widen(self, segments: Iterable[_AccumulateSegment]) -> None: ...
+  def accumulate(self, segments: Iterable[_AccumulateSegment]) -> None: ...
   def close(self) -> None: ...

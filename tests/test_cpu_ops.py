@@ -21,12 +21,12 @@ _ARGS = [
   "-Werror",
 ]
 _X86_ARGS = {
-  "adam_avx2.cc": ["-mavx2", "-mfma"],
-  "adam_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+  "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
+  "kernels_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
 }
 _SOURCES = [
-  "adam_scalar.cc",
   "dispatch.cc",
+  "kernels_scalar.cc",
   "pool.cc",
   "update.cc",
   "tests/cpu_ops_test.cc",

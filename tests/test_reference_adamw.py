@@ -15,6 +15,7 @@ from sojax.reference.adamw import (
   adamw_float64,
   fma_float32,
   round_to_bfloat16,
+  round_to_float16,
 )
 
 F32 = np.dtype(np.float32)
@@ -153,3 +154,49 @@ def test_bfloat16_rounds_to_nearest_with_ties_away_from_zero():
   masters, weights = (np.array(x) for x in zip(*rows, strict=True))
   actual = round_to_bfloat16(masters.astype(np.uint32).view(F32))
   np.testing.assert_array_equal(actual.view(np.uint16), weights)
+
+
+def test_float16_rounds_to_nearest_even():
+  rows = [
+    (0x3F800000, 0x3C00),  # 1 stays
+    (0x3F800FFF, 0x3C00),  # below the tie
+    (0x3F801000, 0x3C00),  # the tie above an even number
+    (0x3F801001, 0x3C01),  # above the tie
+    (0x3F803000, 0x3C02),  # the tie above an odd number
+    (0xBF803000, 0xBC02),
+    (0x477FE000, 0x7BFF),  # 65504, the largest
+    (0x477FEFFF, 0x7BFF),
+    (0x477FF000, 0x7C00),  # half a step past it
+    (0xC77FF000, 0xFC00),
+    (0x7F7FFFFF, 0x7C00),
+    (0xFF800000, 0xFC00),
+    (0x38800000, 0x0400),  # 2^-14, the smallest normal number
+    (0x387FC000, 0x03FF),  # the largest subnormal one
+    (0x387FE000, 0x0400),  # the tie between the two
+    (0x33800000, 0x0001),  # 2^-24
+    (0x33C00000, 0x0002),  # 1.5 * 2^-24
+    (0x33000000, 0x0000),  # 2^-25, the tie above 0
+    (0x33000001, 0x0001),
+    (0xB3000000, 0x8000),
+    (0x00000001, 0x0000),
+    (0x7F800001, 0x7E00),  # every NaN
+    (0xFFFFFFFF, 0x7E00),
+  ]
+  masters, weights = (np.array(x) for x in zip(*rows, strict=True))
+  actual = round_to_float16(masters.astype(np.uint32).view(F32))
+  np.testing.assert_array_equal(actual.view(np.uint16), weights)
+
+
+def test_float16_rounds_random_bits_as_numpy_does():
+  rng = np.random.default_rng(4)
+  # Exponents from 2^-27 to 2^17: all of float16 and a little around it.
+  exponents = rng.integers(100, 145, 300_000).astype(np.uint32)
+  fractions = rng.integers(0, 1 << 23, exponents.size).astype(np.uint32)
+  x = (exponents << 23 | fractions).view(F32) * rng.choice(
+    np.array([-1, 1], F32), exponents.size
+  )
+  with np.errstate(over="ignore"):
+    expected = x.astype(np.float16)
+  np.testing.assert_array_equal(
+    round_to_float16(x).view(np.uint16), expected.view(np.uint16)
+  )

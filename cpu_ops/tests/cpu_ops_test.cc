@@ -81,6 +81,7 @@ struct State {
         grad_half(n, offset),
         weight(n, offset),
         weight_half(n, offset),
+        sumsq(NumChunks(n), offset),
         num_elems(n) {
     for (std::size_t i = 0; i < n; ++i) {
       const float x = scale * static_cast<float>(i % 17 + 1);
@@ -93,27 +94,38 @@ struct State {
   }
 
   AdamSegment Segment(GradType grad_type, WeightType weight_type) {
-    const void* grad_data = grad.data();
-    if (grad_type == GradType::kBfloat16) grad_data = grad_half.data();
-    void* weight_data = nullptr;
+    void* weight_data = weight_half.data();
+    if (weight_type == WeightType::kNone) weight_data = nullptr;
     if (weight_type == WeightType::kFloat32) weight_data = weight.data();
-    if (weight_type == WeightType::kBfloat16) weight_data = weight_half.data();
-    return {{p.data(), mu.data(), nu.data(), grad_data, weight_data},
+    return {{p.data(), mu.data(), nu.data(), GradData(grad_type), weight_data},
             num_elems,
             grad_type,
             weight_type};
   }
 
+  // Adds to p, and writes sums of squares if `squares`.
+  AccumulateSegment SumSegment(GradType grad_type, bool squares) {
+    return {{p.data(), GradData(grad_type), squares ? sumsq.data() : nullptr},
+            num_elems,
+            grad_type};
+  }
+
+  const void* GradData(GradType grad_type) {
+    if (grad_type == GradType::kFloat32) return grad.data();
+    return grad_half.data();
+  }
+
   bool operator==(const State& other) const {
     return p == other.p && mu == other.mu && nu == other.nu &&
            grad == other.grad && weight == other.weight &&
-           weight_half == other.weight_half;
+           weight_half == other.weight_half && sumsq == other.sumsq;
   }
 
   Block<float> p, mu, nu, grad;
   Block<std::uint16_t> grad_half;
   Block<float> weight;
   Block<std::uint16_t> weight_half;
+  Block<double> sumsq;
   std::size_t num_elems;
 };
 
@@ -135,6 +147,26 @@ void ForEachInstance(const Function& function) {
   }
 }
 
+void Sum(const KernelTable& kernels, bool adds,
+         const AccumulateSegment& segment) {
+  const auto& functions = adds ? kernels.accumulate : kernels.widen;
+  functions[static_cast<std::size_t>(segment.grad_type)](segment.buffers,
+                                                         segment.num_elems);
+}
+
+template <class Function>
+void ForEachSumInstance(const Function& function) {
+  for (const KernelTable* kernels : AvailableKernels()) {
+    for (std::size_t grad = 0; grad < kNumGradTypes; ++grad) {
+      for (bool adds : {false, true}) {
+        for (bool squares : {false, true}) {
+          function(*kernels, static_cast<GradType>(grad), adds, squares);
+        }
+      }
+    }
+  }
+}
+
 void TestEveryLengthAndOffsetEqualsTheScalarTwin() {
   ForEachInstance([](const KernelTable& kernels, GradType grad_type,
                      WeightType weight_type) {
@@ -150,25 +182,59 @@ void TestEveryLengthAndOffsetEqualsTheScalarTwin() {
   });
 }
 
-void TestTheModeOfTheCallerDoesNotMatterAndIsPutBack() {
+void TestSumsOfEveryLengthAndOffsetEqualTheScalarTwin() {
+  ForEachSumInstance([](const KernelTable& kernels, GradType grad_type,
+                        bool adds, bool squares) {
+    const auto check = [&](std::size_t n, std::size_t offset) {
+      State actual(n, offset, 0.1f);
+      State expected(n, 0, 0.1f);
+      Sum(kernels, adds, actual.SumSegment(grad_type, squares));
+      Sum(kScalarKernels, adds, expected.SumSegment(grad_type, squares));
+      CHECK(actual == expected);
+    };
+    for (std::size_t n = 0; n <= 49; ++n) {
+      for (std::size_t offset : {0, 1, 2, 4, 6, 12, 20, 32}) check(n, offset);
+    }
+    for (std::size_t n : {4095, 4096, 4097, 8199}) check(n, 2);
+  });
+}
+
 #if defined(__x86_64__)
-  // Flush to zero, denormals are zero, round down, a sticky flag.
-  const FpWord strange = 0x1f80 | 0x8040 | 0x2000 | 0x0020;
+// Flush to zero, denormals are zero, round down, a sticky flag.
+constexpr FpWord kStrangeFpMode = 0x1f80 | 0x8040 | 0x2000 | 0x0020;
 #else
-  // Flush to zero, default NaN, round down.
-  const FpWord strange = (1u << 24) | (1u << 25) | (2u << 22);
+// Flush to zero, default NaN, round down.
+constexpr FpWord kStrangeFpMode = (1u << 24) | (1u << 25) | (2u << 22);
 #endif
-  ForEachInstance([&](const KernelTable& kernels, GradType grad_type,
-                      WeightType weight_type) {
+
+// Calls the function in a strange mode, which it must leave alone.
+template <class Function>
+void InStrangeFpMode(const Function& function) {
+  const FpWord before = ReadFpMode();
+  WriteFpMode(kStrangeFpMode);
+  function();
+  const FpWord after = ReadFpMode();
+  WriteFpMode(before);
+  CHECK(after == kStrangeFpMode);
+}
+
+void TestTheModeOfTheCallerDoesNotMatterAndIsPutBack() {
+  ForEachInstance([](const KernelTable& kernels, GradType grad_type,
+                     WeightType weight_type) {
     State actual(101, 0, 1e-39f);
     State expected(101, 0, 1e-39f);
     Step(kScalarKernels, expected.Segment(grad_type, weight_type));
-    const FpWord before = ReadFpMode();
-    WriteFpMode(strange);
-    Step(kernels, actual.Segment(grad_type, weight_type));
-    const FpWord after = ReadFpMode();
-    WriteFpMode(before);
-    CHECK(after == strange);
+    const AdamSegment segment = actual.Segment(grad_type, weight_type);
+    InStrangeFpMode([&] { Step(kernels, segment); });
+    CHECK(actual == expected);
+  });
+  ForEachSumInstance([](const KernelTable& kernels, GradType grad_type,
+                        bool adds, bool squares) {
+    State actual(101, 0, 1e-39f);
+    State expected(101, 0, 1e-39f);
+    Sum(kScalarKernels, adds, expected.SumSegment(grad_type, squares));
+    const AccumulateSegment segment = actual.SumSegment(grad_type, squares);
+    InStrangeFpMode([&] { Sum(kernels, adds, segment); });
     CHECK(actual == expected);
   });
 }
@@ -275,11 +341,33 @@ void TestAnUpdateEqualsOneStepPerSegment() {
   }
 }
 
+void TestSumsEqualOneCallPerSegment() {
+  const KernelTable& kernels = *AvailableKernels().front();
+  Pool pool(2, {});
+  for (bool adds : {false, true}) {
+    std::vector<std::unique_ptr<State>> actual;
+    std::vector<std::unique_ptr<State>> expected;
+    std::vector<AccumulateSegment> segments;
+    for (std::size_t n : {0, 1, 5000, 70001, 63, 4096}) {
+      actual.push_back(std::make_unique<State>(n, 2, 0.1f));
+      expected.push_back(std::make_unique<State>(n, 0, 0.1f));
+      segments.push_back(actual.back()->SumSegment(GradType::kFloat16, true));
+      Sum(kernels, adds, expected.back()->SumSegment(GradType::kFloat16, true));
+    }
+    const auto function = adds ? &Accumulate : &Widen;
+    function(pool, kernels, segments);
+    for (std::size_t i = 0; i < actual.size(); ++i) {
+      CHECK(*actual[i] == *expected[i]);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace sojax
 
 int main() {
   sojax::TestEveryLengthAndOffsetEqualsTheScalarTwin();
+  sojax::TestSumsOfEveryLengthAndOffsetEqualTheScalarTwin();
   sojax::TestTheModeOfTheCallerDoesNotMatterAndIsPutBack();
   sojax::TestAPoolRunsEveryIndexOnItsOwnThread();
   sojax::TestAnExceptionReachesTheCallerAndThePoolLivesOn();
@@ -287,5 +375,6 @@ int main() {
   sojax::TestAClosedPoolRefuses();
   sojax::TestCoresAreBoundOrRefused();
   sojax::TestAnUpdateEqualsOneStepPerSegment();
+  sojax::TestSumsEqualOneCallPerSegment();
   return 0;
 }

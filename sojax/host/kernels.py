@@ -1,4 +1,4 @@
-"""AdamW on the host CPU: the Python face of the hand-vectorised kernels."""
+"""The Python face of the hand-vectorised kernels of the host CPU."""
 
 import dataclasses
 import operator
@@ -9,6 +9,9 @@ import numpy as np
 
 from sojax import _cpu_ops
 from sojax.plan.adamw import AdamScalars
+
+CHUNK_ELEMS: int = _cpu_ops.CHUNK_ELEMS
+"""Elements of a segment that share one sum of squares."""
 
 # More would be a mistake in the argument: no machine has use for them.
 _MAX_THREADS = 1024
@@ -50,9 +53,10 @@ class Segment:
     p_inout: master weights, float32.
     mu_inout: first moments, float32.
     nu_inout: second moments, float32.
-    grad: gradients, float32 or ml_dtypes.bfloat16.
-    weight_out: None, or where the new weights are also written: bfloat16
-      (nearest to the master, ties away from zero) or float32.
+    grad: gradients, float32, float16 or ml_dtypes.bfloat16.
+    weight_out: None, or where the new weights are also written: float32,
+      bfloat16 (nearest to the master, ties away from zero; NaN is 0x7fc0) or
+      float16 (nearest, ties to even; past the largest infinite; NaN is 0x7e00).
   """
 
   p_inout: np.ndarray
@@ -62,11 +66,31 @@ class Segment:
   weight_out: np.ndarray | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AccumulateSegment:
+  """The arrays of one flat run of gradients that are added up.
+
+  Each is one-dimensional and contiguous, and may start at any byte. Those
+  that are written must not overlap any other. The segment does not own them.
+
+  Attributes:
+    sum_inout: the sums, float32 [n].
+    grad: what is added, float32, float16 or ml_dtypes.bfloat16 [n].
+    sumsq_out: None, or where the sums of squares of the new sums are written,
+      float64 [ceil(n / CHUNK_ELEMS)]: one for each CHUNK_ELEMS elements,
+      counted from the start of the segment; the last chunk may be short.
+  """
+
+  sum_inout: np.ndarray
+  grad: np.ndarray
+  sumsq_out: np.ndarray | None = None
+
+
 class Pool:
   """Persistent threads that run the kernels, without the GIL.
 
-  Several pools can work at the same time. One pool does one step at a time:
-  calls from several threads take turns.
+  Several pools can work at the same time. One pool does one call at a time:
+  those from several threads take turns.
 
   Attributes:
     num_threads: number of threads.
@@ -148,8 +172,41 @@ class Pool:
       params,
     )
 
+  def widen(self, segments: Sequence[AccumulateSegment]) -> None:
+    """Sets each sum to its gradient, exactly; returns when it is done.
+
+    This starts a sum: whatever `sum_inout` held is overwritten.
+
+    Args:
+      segments: the gradients. Segments of length zero are fine.
+
+    Raises:
+      TypeError: as in `accumulate`.
+      ValueError: as in `accumulate`.
+    """
+    self._pool.widen(_accumulate_fields(segments))
+
+  def accumulate(self, segments: Sequence[AccumulateSegment]) -> None:
+    """Adds each gradient to its sum, in float32; returns when it is done.
+
+    The bits of the sums and of their squares do not depend on the threads, the
+    instruction set or the alignment; nor on how gradients are divided into
+    segments, if a segment with `sumsq_out` starts at a multiple of CHUNK_ELEMS.
+    A sum that is not finite makes the sum of squares of its chunk not finite.
+
+    Args:
+      segments: the sums and gradients. Segments of length zero are fine.
+
+    Raises:
+      TypeError: if a field of a segment is not a NumPy array.
+      ValueError: if an array has a wrong dtype, shape or length, is strided,
+        read-only where it is written, or overlaps one that is written; or if
+        the pool is closed. Nothing is changed then.
+    """
+    self._pool.accumulate(_accumulate_fields(segments))
+
   def close(self) -> None:
-    """Ends the threads, after the step in progress; may be called again."""
+    """Ends the threads, after the call in progress; may be called again."""
     self._pool.close()
 
   def __enter__(self) -> "Pool":
@@ -157,6 +214,10 @@ class Pool:
 
   def __exit__(self, *exc_info) -> None:
     self.close()
+
+
+def _accumulate_fields(segments: Sequence[AccumulateSegment]):
+  return [(x.sum_inout, x.grad, x.sumsq_out) for x in segments]
 
 
 def _check_cores(cores: tuple[int, ...], num_threads: int) -> None:

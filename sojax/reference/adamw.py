@@ -10,6 +10,7 @@ import numpy as np
 from sojax.plan.adamw import AdamScalars
 
 _BF16_NAN = 0x7FC0
+_F16_NAN = 0x7E00
 
 
 def adamw_float64(
@@ -75,7 +76,7 @@ def adamw_float32(
     p: parameters, float32, any shape.
     mu: first moments, float32.
     nu: second moments, float32.
-    grad: gradients, float32 or bfloat16.
+    grad: gradients, float32, float16 or bfloat16.
     scalars: the scalars of the step.
     grad_scale: multiplies the gradients first, rounded to float32.
 
@@ -136,3 +137,22 @@ def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
   halves = ((bits.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
   halves = np.where(np.isnan(x), np.uint16(_BF16_NAN), halves)
   return halves.view(ml_dtypes.bfloat16)
+
+
+def round_to_float16(x: np.ndarray) -> np.ndarray:
+  """Returns the nearest float16, ties to even; NaN gives 0x7e00.
+
+  From half a step past the largest number, 65504, on, that is infinity.
+
+  >>> [float(y) for y in round_to_float16(np.float32([1 + 2**-11, 65520]))]
+  [1.0, inf]
+  """
+  with np.errstate(invalid="ignore"):
+    wide = np.asarray(x, np.float32).astype(np.float64)
+  # 2^(exponent - 1) <= |x| < 2^exponent; subnormals share the last step.
+  _, exponent = np.frexp(wide)
+  step = np.exp2(np.maximum(exponent - 1, -14) - 10.0)
+  with np.errstate(all="ignore"):
+    rounded = (np.rint(wide / step) * step).astype(np.float16)
+  rounded[np.isnan(wide)] = np.uint16(_F16_NAN).view(np.float16)
+  return rounded

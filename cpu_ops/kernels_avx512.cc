@@ -1,4 +1,4 @@
-#include "adam-inl.h"
+#include "kernels-inl.h"
 #include "vec_avx512.h"
 
 namespace sojax {

@@ -1,0 +1,77 @@
+// Checks of the arrays that Python hands over.
+#ifndef CPU_OPS_ARGUMENTS_H_
+#define CPU_OPS_ARGUMENTS_H_
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "elem_types.h"
+
+namespace sojax {
+
+// Reads the arrays of one segment after the other, and keeps them alive for as
+// long as it lives. It changes nothing, and throws a Python exception for an
+// array that cannot be used, which names it. Call with the GIL.
+class ArrayReader {
+ public:
+  // Goes on to the next segment. Returns it as a tuple of `num_fields`.
+  pybind11::tuple NextSegment(const pybind11::handle& item,
+                              std::size_t num_fields);
+
+  // Each returns the elements of one field. The first of a segment is read by
+  // Floats, and gives the length that the others must have too.
+  float* Floats(const pybind11::object& object, const char* field);
+  const void* Grad(const pybind11::object& object, const char* field,
+                   GradType* type);
+  // May be None.
+  void* Weight(const pybind11::object& object, const char* field,
+               WeightType* type);
+  // May be None: nullptr. One double for each chunk of the segment.
+  double* ChunkSums(const pybind11::object& object, const char* field);
+
+  // The length of the segment.
+  std::size_t num_elems() const { return num_elems_; }
+
+  // Throws if an array that is written shares bytes with any other that was
+  // read, of any segment. O(k log k).
+  void CheckOverlap() const;
+
+ private:
+  // The bytes of one array, and how to name it.
+  struct Extent {
+    std::uintptr_t start;
+    std::uintptr_t end;
+    bool written;
+    std::size_t segment;
+    const char* field;
+  };
+
+  static std::string Name(std::size_t segment, const char* field);
+  std::string Name(const char* field) const;
+  pybind11::array Flat(const pybind11::object& object, const char* field,
+                       bool written);
+  void CheckLength(const pybind11::array& array, const char* field) const;
+  GradType TypeOf(const pybind11::array& array, const char* field) const;
+  void CheckDtype(const pybind11::array& array, const char* field,
+                  const pybind11::dtype& dtype) const;
+
+  const pybind11::dtype float32_ = pybind11::dtype::of<float>();
+  const pybind11::dtype float64_ = pybind11::dtype::of<double>();
+  const pybind11::dtype float16_ = pybind11::dtype("float16");
+  const pybind11::dtype bfloat16_ = pybind11::dtype::from_args(
+      pybind11::module_::import("ml_dtypes").attr("bfloat16"));
+  std::size_t num_segments_ = 0;
+  const char* first_field_ = nullptr;
+  std::size_t num_elems_ = 0;
+  std::vector<Extent> extents_;
+  std::vector<pybind11::array> arrays_;
+};
+
+}  // namespace sojax
+
+#endif  // CPU_OPS_ARGUMENTS_H_
