@@ -60,9 +60,7 @@ def test_overflows_leave_no_trace_and_the_scale_follows_its_rule(plan):
       if finite:
         theirs._state.scale = dataclasses.replace(
           theirs._state.scale,
-          scale=jax.device_put(
-            np.float32(value), theirs._placement.device
-          ),
+          scale=jax.device_put(np.float32(value), theirs._placement.device),
         )
         assert not theirs.step(batch).skipped
     found = state_of(theirs)
@@ -85,13 +83,14 @@ def test_the_update_sees_unscaled_gradients():
   (norms, state), (other_norms, other_state) = states
   with trainer(precision="fp32", clip_norm=None) as plain:
     exact = [plain.step(batch).grad_norm for batch in batches(3)]
-  # fp16 rounds to 11 bits; gradients below 2^-24 / 2^8 vanish.
+  # fp16 rounds to 11 bits; what the scale changes are subnormal gradients.
   assert norms == pytest.approx(exact, rel=0.02)
   assert other_norms == pytest.approx(norms, rel=0.01)
-  masters = [name for name in state if name.endswith("master")]
-  for name in masters:
-    moved = 3 * 3e-3  # three steps of at most the learning rate
-    assert np.abs(state[name] - other_state[name]).max() <= 0.2 * moved
+  for name in state:
+    if name.endswith("nu"):
+      # nu holds squares of gradients: 64 times apart if they were not divided.
+      largest = state[name].max()
+      assert other_state[name].max() == pytest.approx(largest, rel=0.1)
 
 
 def test_the_scale_is_resumed(tmp_path):

@@ -8,13 +8,18 @@ import pytest
 from sojax.cluster.mesh import Placement
 from sojax.host.adam import write_weights
 from sojax.plan.adamw import adam_scalars, adamw
+from sojax.plan.config import LossScale
 from sojax.programs.casts import narrow
 from sojax.programs.device_update import (
   DeviceState,
   make_device_update,
   scalar_array,
 )
-from sojax.programs.validate import make_keep_if_skipped, make_validate
+from sojax.programs.validate import (
+  ScaleState,
+  make_keep_if_skipped,
+  make_validate,
+)
 from sojax.reference.adamw import adamw_float32, adamw_float64
 
 PLACEMENT = Placement.of(None)
@@ -24,38 +29,73 @@ def put(x):
   return jax.device_put(np.array(x), PLACEMENT.device)
 
 
-def test_the_device_rounds_weights_as_the_host_does():
-  """All upper halves, with lower halves around the tie."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_device_rounds_weights_as_the_host_does(dtype):
+  """All upper halves, with lower halves around bfloat16's tie, and more."""
   high = np.arange(1 << 16, dtype=np.uint32) << 16
-  low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+  low = np.array(
+    [0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32
+  )
   master = (high[:, None] | low).reshape(-1).view(np.float32)
-  on_host = np.empty(master.shape, jnp.bfloat16)
+  on_host = np.empty(master.shape, jnp.dtype(dtype))
   write_weights(master, on_host)
-  on_device = np.asarray(jax.jit(lambda x: narrow(x, "bfloat16"))(put(master)))
+  on_device = np.asarray(jax.jit(lambda x: narrow(x, dtype))(put(master)))
   assert on_device.tobytes() == on_host.tobytes()
 
 
+def run_validate(sumsqs, *, clip_norm=1.0, rule=None, scale=1.0, good_steps=0):
+  """Returns Validate's verdict and the next scale, as NumPy scalars."""
+  state = ScaleState(put(np.float32(scale)), put(np.int32(good_steps)))
+  arrays = [put(np.array(x, np.float32)) for x in sumsqs]
+  results = make_validate(clip_norm, rule, PLACEMENT)(arrays, state)
+  return jax.tree.map(np.asarray, results)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1.0, 0.3])
-def test_validate_gives_norm_scale_and_finite(clip_norm):
-  sumsqs = [np.array([0.25, 0.5], np.float32), np.array([1.5], np.float32)]
-  verdict = make_validate(clip_norm, PLACEMENT)([put(x) for x in sumsqs])
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+def test_validate_gives_norm_scale_and_finite(clip_norm, loss_scale):
+  sums = np.array([0.25, 0.5, 1.5]) * loss_scale**2
+  verdict, _ = run_validate(
+    [sums[:2], sums[2:]], clip_norm=clip_norm, scale=loss_scale
+  )
   norm = np.sqrt(np.float32(2.25))
   assert verdict.norm == norm
-  assert bool(verdict.finite)
-  scale = 1.0 if clip_norm is None else np.float32(clip_norm) / norm
-  assert verdict.grad_scale == np.float32(min(1.0, scale))
+  assert verdict.finite
+  clip = 1.0 if clip_norm is None else np.float32(clip_norm) / norm
+  assert verdict.grad_scale == np.float32(min(1.0, clip)) / loss_scale
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_validate_sees_one_value_that_is_not_finite(bad):
-  sumsqs = [put(np.array([1.0, bad], np.float32)), put(np.ones(3, np.float32))]
-  assert not bool(make_validate(1.0, PLACEMENT)(sumsqs).finite)
+  verdict, _ = run_validate([[1.0, bad], [1.0, 1.0, 1.0]])
+  assert not verdict.finite
 
 
 def test_validate_leaves_a_zero_gradient_alone():
-  verdict = make_validate(1.0, PLACEMENT)([put(np.zeros(2, np.float32))])
-  assert bool(verdict.finite)
+  verdict, _ = run_validate([[0.0, 0.0]])
+  assert verdict.finite
   assert verdict.grad_scale == 1.0
+
+
+@pytest.mark.parametrize(
+  ("bad", "before", "after"),
+  [
+    (False, (64.0, 0), (64.0, 1)),
+    (False, (64.0, 2), (256.0, 0)),
+    (False, (2.0**24, 2), (2.0**24, 0)),
+    (True, (64.0, 2), (32.0, 0)),
+    (True, (1.0, 0), (1.0, 0)),
+  ],
+)
+def test_the_loss_scale_follows_its_rule(bad, before, after):
+  rule = LossScale(growth_interval=3, growth_factor=4.0)
+  sums = [[np.inf if bad else 1.0]]
+  _, state = run_validate(
+    sums, rule=rule, scale=before[0], good_steps=before[1]
+  )
+  assert (state.scale, state.good_steps) == after
+  _, kept = run_validate(sums, scale=before[0], good_steps=before[1])
+  assert (kept.scale, kept.good_steps) == before
 
 
 @pytest.mark.parametrize("finite", [True, False])

@@ -89,8 +89,8 @@ def write_weights(master: np.ndarray, weights_out: np.ndarray) -> None:
   Args:
     master: float32 [n].
     weights_out: float32, float16 or bfloat16 [n]. float16 gets the nearest
-      value, ties to even; bfloat16 the nearest, ties away from zero, and 0x7fc0
-      for NaN.
+      value, ties to even, and 0x7e00 for NaN; bfloat16 the nearest, ties away
+      from zero, and 0x7fc0 for NaN.
   """
   if weights_out.dtype == np.float32:
     weights_out[:] = master
@@ -98,6 +98,7 @@ def write_weights(master: np.ndarray, weights_out: np.ndarray) -> None:
   if weights_out.dtype == np.float16:
     with np.errstate(over="ignore"):  # to Inf, as in the kernel
       weights_out[:] = master
+    weights_out.view(np.uint16)[np.isnan(master)] = 0x7E00
     return
   assert weights_out.dtype == ml_dtypes.bfloat16, weights_out.dtype
   for start in range(0, master.size, _CHUNK_ELEMS):

@@ -9,9 +9,9 @@ def narrow(x: jax.Array, dtype: jnp.dtype | str) -> jax.Array:
 
   Args:
     x: float32, any shape.
-    dtype: float32 (nothing to do); float16: nearest, ties to even; bfloat16:
-      nearest, ties away from zero, NaN to 0x7fc0, in integer code, so that both
-      sides give the same bits.
+    dtype: float32 (nothing to do); float16: nearest, ties to even, NaN to
+      0x7e00; bfloat16: nearest, ties away from zero, NaN to 0x7fc0, in integer
+      code. Both sides give the same bits.
 
   Returns:
     The working weights, of x's shape.
@@ -19,7 +19,8 @@ def narrow(x: jax.Array, dtype: jnp.dtype | str) -> jax.Array:
   if jnp.dtype(dtype) == jnp.float32:
     return x
   if jnp.dtype(dtype) == jnp.float16:
-    return x.astype(jnp.float16)
+    nan = jax.lax.bitcast_convert_type(jnp.uint16(0x7E00), jnp.float16)
+    return jnp.where(jnp.isnan(x), nan, x.astype(jnp.float16))
   assert jnp.dtype(dtype) == jnp.bfloat16, dtype
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
   half = ((bits + jnp.uint32(0x8000)) >> 16).astype(jnp.uint16)
