@@ -1,4 +1,4 @@
-"""Trains a byte-level GPT on text, its optimizer offloaded to the host.
+"""Trains a GPT on bytes or tokens, its optimizer offloaded to the host.
 
 Question:
   Does a model train on this machine, and how much of the host's work is
@@ -6,6 +6,7 @@ Question:
 Command:
   make train
   python -m experiments.train --data=PATH --steps=1000
+  python -m experiments.train --tokenizer=PATH/tokenizer.json
   python -m experiments.train --resume      (after Ctrl-C or a failure)
 Hardware:
   Two CPU cores and 2 GiB of memory, or more.
@@ -13,13 +14,18 @@ Expected time:
   About two minutes.
 Expected result:
   One line of JSON on stdout, in which validation_loss is below bigram_loss:
-  the model knows more about the text than which byte follows which. Losses
-  are in nats per byte, exposed_host_s is the mean per step of the time in
-  which the device waited for the host, tflops counts no recomputation.
+  the model knows more about the text than which byte follows which. Both are
+  in nats per byte, whatever the tokens: the summed loss, over the number of
+  bytes that the predicted tokens stand for. A tokenizer that drops case or
+  accents, or has one token for all it does not know, is spared predicting
+  them. initial_loss and final_loss are in nats per token, exposed_host_s is
+  the mean per step of the time in which the device waited for the host, tflops
+  counts no recomputation.
 
 All else goes to stderr and into --out, where each run makes a numbered folder:
 checkpoints/, timeline.json (open it in ui.perfetto.dev), timeline.png, and
-tensorboard/.
+tensorboard/. A checkpoint is written at the end and every ten minutes; the
+newest two are kept.
 """
 
 import dataclasses
@@ -27,6 +33,7 @@ import hashlib
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +45,7 @@ from absl import app, flags, logging
 from flax import nnx
 
 import sojax
-from experiments import bigram, flops, plots, sampling
+from experiments import bigram, encodings, flops, plots, sampling
 from experiments.interrupt import Interrupt
 from experiments.provenance import provenance
 from experiments.reporting import Progress, Reporter
@@ -47,21 +54,25 @@ from sojax import data, models
 flags.DEFINE_string(
   "data", None, "Text file, folder or .jsonl; else the standard library."
 )
+flags.DEFINE_string(
+  "tokenizer", None, "JSON file of the tokenizers library; else bytes."
+)
 flags.DEFINE_string("out", "runs/train", "Folder of the runs.")
 flags.DEFINE_string("preset", "bytes", "Name of the model's preset.")
 flags.DEFINE_integer("steps", 600, "Steps of the whole run.", 1)
 flags.DEFINE_integer("micro_batch", 8, "Rows of a batch.", 1)
-flags.DEFINE_integer("seq_len", 128, "Bytes that are predicted in a row.", 1)
+flags.DEFINE_integer("seq_len", 128, "Tokens that are predicted in a row.", 1)
 flags.DEFINE_float("learning_rate", 2e-3, "Peak learning rate.", 0.0)
 flags.DEFINE_string("precision", "fp32", "fp32 or bf16.")
 flags.DEFINE_string("plan", "auto", 'auto, or JSON: {"weights": "flow"}.')
 flags.DEFINE_integer("seed", 0, "Chooses weights and batches.", 0)
-flags.DEFINE_integer("save_every", 0, "Steps between saves; 0: at the end.", 0)
 flags.DEFINE_bool("resume", False, "Continue the newest run in --out.")
 FLAGS = flags.FLAGS
 
-_VALIDATION_BYTES = 1 << 17
-_SAMPLE_BYTES = 200
+_VALIDATION_TOKENS = 1 << 17
+_SAMPLE_TOKENS = 200
+_SAVE_EVERY_S = 600.0  # what a failure costs at most
+_KEPT_CHECKPOINTS = 2
 _SHOWN_STEPS = 3  # of the timeline's picture
 
 
@@ -76,7 +87,7 @@ class Settings:
   micro_batch: int
   """Rows of a batch."""
   seq_len: int
-  """Bytes that are predicted in a row."""
+  """Tokens that are predicted in a row."""
   learning_rate: float
   """Peak learning rate."""
   precision: str
@@ -85,6 +96,10 @@ class Settings:
   """Chooses weights and batches."""
   text_sha256: str
   """Digest of the training text."""
+  tokenizer_sha256: str | None
+  """Digest of the tokenizer's file; None for bytes."""
+  vocab_size: int
+  """Number of tokens, which takes the place of the preset's."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -93,25 +108,32 @@ def main(argv: Sequence[str]) -> None:
     raise app.UsageError(f"unexpected argument {argv[1]}")
   logging.set_verbosity(logging.WARNING)  # Orbax logs every array it writes.
   corpus = data.load_corpus(FLAGS.data)
-  settings = settings_from_flags(corpus)
+  encoding = encodings.load(FLAGS.tokenizer)
+  settings = settings_from_flags(corpus, encoding)
   with make_trainer(settings, FLAGS.plan) as trainer:
     folder = find_folder(Path(FLAGS.out), resume=FLAGS.resume)
     progress = Progress()
     if FLAGS.resume:
       progress = restore(trainer, settings, folder)
-    result = run(trainer, settings, corpus, progress, folder)
+    result = run(trainer, settings, corpus, encoding, progress, folder)
   print(json.dumps(result | provenance(), allow_nan=False))
 
 
-def settings_from_flags(corpus: data.Corpus) -> Settings:
-  """Returns the settings that the flags and the text make."""
+def settings_from_flags(
+  corpus: data.Corpus, encoding: encodings.Encoding
+) -> Settings:
+  """Returns the settings that the flags, text and tokenizer make."""
   chosen: dict[str, Any] = {
     field.name: FLAGS[field.name].value
     for field in dataclasses.fields(Settings)
     if field.name in FLAGS
   }
-  digest = hashlib.sha256(corpus.train).hexdigest()
-  return Settings(text_sha256=digest, **chosen)
+  return Settings(
+    text_sha256=hashlib.sha256(corpus.train).hexdigest(),
+    tokenizer_sha256=encoding.sha256,
+    vocab_size=encoding.vocab_size,
+    **chosen,
+  )
 
 
 def find_folder(out: Path, *, resume: bool) -> Path:
@@ -156,9 +178,12 @@ def make_trainer(settings: Settings, plan: str) -> sojax.Trainer:
 
 
 def model_config(settings: Settings) -> models.GPTConfig:
-  """Returns the preset, for sequences as long as the batch's."""
-  preset = models.presets.gpt(settings.preset)
-  return dataclasses.replace(preset, max_seq_len=settings.seq_len)
+  """Returns the preset, for the tokens and sequences of the batches."""
+  return dataclasses.replace(
+    models.presets.gpt(settings.preset),
+    vocab_size=settings.vocab_size,
+    max_seq_len=settings.seq_len,
+  )
 
 
 def make_optimizer(settings: Settings) -> sojax.AdamW:
@@ -182,6 +207,7 @@ def run(
   trainer: sojax.Trainer,
   settings: Settings,
   corpus: data.Corpus,
+  encoding: encodings.Encoding,
   progress: Progress,
   folder: Path,
 ) -> dict[str, Any]:
@@ -191,14 +217,15 @@ def run(
     The figures of the run; None for those that are not known, as the losses
     of the validation, which Ctrl-C leaves out.
   """
-  tokens_per_s = train(trainer, settings, corpus, progress, folder)
+  tokens = encoding.encode(corpus.train)
+  tokens_per_s = train(trainer, settings, tokens, progress, folder)
   checkpoint = save(trainer, settings, progress, folder)
   timeline = save_timeline(trainer, folder)
   interrupted = progress.steps < settings.steps
   losses = {"validation_loss": math.nan, "bigram_loss": math.nan}
   if not interrupted:
-    losses = validate(trainer, settings, corpus)
-    show_sample(trainer, settings)
+    losses = validate(trainer, settings, corpus, encoding)
+    show_sample(trainer, settings, encoding)
   flops_per_token = flops.train_flops_per_token(
     model_config(settings), settings.seq_len
   )
@@ -220,7 +247,7 @@ def run(
 def train(
   trainer: sojax.Trainer,
   settings: Settings,
-  corpus: data.Corpus,
+  tokens: np.ndarray,
   progress: Progress,
   folder: Path,
 ) -> float:
@@ -230,7 +257,7 @@ def train(
     The speed in tokens per second, NaN after fewer than two steps.
   """
   sampler = data.BatchSampler(
-    tokens=data.encode(corpus.train),
+    tokens=tokens,
     num_rows=settings.micro_batch,
     seq_len=settings.seq_len,
     seed=settings.seed,
@@ -241,14 +268,16 @@ def train(
     tokens_per_step=settings.micro_batch * settings.seq_len,
     log_dir=folder / "tensorboard",
   )
+  saved_s = time.monotonic()
   with reporter, Interrupt() as interrupt:
     for step in range(trainer.num_steps, settings.steps):
       reporter.add(trainer.step(sampler.batch(step)))
       if interrupt.requested:
         break
-      if FLAGS.save_every and (step + 1) % FLAGS.save_every == 0:
+      if (now_s := time.monotonic()) - saved_s >= _SAVE_EVERY_S:
         reporter.flush()
         save(trainer, settings, progress, folder)
+        saved_s = now_s
   return reporter.tokens_per_s
 
 
@@ -260,7 +289,9 @@ def save(
     "settings": dataclasses.asdict(settings),
     "progress": dataclasses.asdict(progress),
   }
-  return trainer.save(folder / "checkpoints", user_state)
+  return trainer.save(
+    folder / "checkpoints", user_state, keep=_KEPT_CHECKPOINTS
+  )
 
 
 def restore(
@@ -273,7 +304,7 @@ def restore(
   """
   user_state = trainer.restore(folder / "checkpoints")
   for name, value in dataclasses.asdict(settings).items():
-    before = user_state["settings"][name]
+    before = user_state["settings"].get(name)
     if before != value:
       raise ValueError(
         f"{folder} was started with {name}={before}, not {value}; resume with "
@@ -295,37 +326,51 @@ def save_timeline(trainer: sojax.Trainer, folder: Path) -> Path:
 
 
 def validate(
-  trainer: sojax.Trainer, settings: Settings, corpus: data.Corpus
+  trainer: sojax.Trainer,
+  settings: Settings,
+  corpus: data.Corpus,
+  encoding: encodings.Encoding,
 ) -> dict[str, float]:
-  """Returns the mean loss of the model and of bigrams, on the same bytes."""
-  batch_bytes = settings.micro_batch * settings.seq_len
+  """Returns the losses of the model and of bigrams on the same bytes.
+
+  Both are sums over the bytes that the predicted tokens stand for, divided by
+  the number of these bytes.
+  """
+  shape = {"num_rows": settings.micro_batch, "seq_len": settings.seq_len}
+  batch_tokens = settings.micro_batch * settings.seq_len
   batches = list(
     data.validation_batches(
-      data.encode(corpus.validation),
-      num_rows=settings.micro_batch,
-      seq_len=settings.seq_len,
-      max_batches=-(-_VALIDATION_BYTES // batch_bytes),
+      encoding.encode(corpus.validation),
+      max_batches=-(-_VALIDATION_TOKENS // batch_tokens),
+      **shape,
     )
   )
   losses = [trainer.evaluate(batch) for batch in batches]
   weights = [batch["loss_mask"].sum() for batch in batches]
+  ends = encoding.ends(corpus.validation)
+  # The first token is not predicted. Bigrams need a byte before the first.
+  first, end = max(ends[0], 1), ends[int(sum(weights))]
+  same_bytes = data.encode(corpus.validation[first - 1 : end])
+  bigrams = bigram.fit(data.encode(corpus.train))
   return {
-    "validation_loss": float(np.average(losses, weights=weights)),
-    "bigram_loss": bigram.fit(data.encode(corpus.train)).loss(batches),
+    "validation_loss": float(np.dot(losses, weights) / (end - first)),
+    "bigram_loss": bigrams.loss(data.validation_batches(same_bytes, **shape)),
   }
 
 
-def show_sample(trainer: sojax.Trainer, settings: Settings) -> None:
+def show_sample(
+  trainer: sojax.Trainer, settings: Settings, encoding: encodings.Encoding
+) -> None:
   """Prints text that the model writes at the beginning of a document."""
   tokens = sampling.sample(
     trainer.sync_model(),
-    data.encode(data.SEPARATOR),
-    num_tokens=_SAMPLE_BYTES,
+    encoding.encode(data.SEPARATOR),
+    num_tokens=_SAMPLE_TOKENS,
     window=settings.seq_len,
     temperature=0.8,
     seed=settings.seed,
   )
-  text = data.decode(tokens).decode(errors="replace")
+  text = encoding.decode(tokens).decode(errors="replace")
   shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
   print(f"{'-' * 80}\n{shown}\n{'-' * 80}", file=sys.stderr)
 

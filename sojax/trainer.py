@@ -188,22 +188,29 @@ class Trainer:
     self,
     directory: str | os.PathLike[str],
     user_state: Mapping[str, Any] | None = None,
+    *,
+    keep: int | None = None,
   ) -> Path:
     """Writes a checkpoint of everything that training depends on.
 
     Args:
       directory: where checkpoints are kept, each in a folder of its own.
       user_state: what else the caller wants back; JSON values.
+      keep: see `sojax.checkpoint.save`; None to remove none.
 
     Returns:
       The checkpoint's folder.
 
     Raises:
       StepError: if an earlier step failed.
+      ValueError: see `sojax.checkpoint.save`.
     """
     self.drain()
     return checkpoint.save(
-      Path(directory), self._state, user_state=dict(user_state or {})
+      Path(directory),
+      self._state,
+      user_state=dict(user_state or {}),
+      keep=keep,
     )
 
   def restore(self, path: str | os.PathLike[str]) -> dict[str, Any]:

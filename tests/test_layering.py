@@ -100,6 +100,8 @@ def _import_fault(module: str, imported: str) -> str | None:
     return f"imports {top}, and {part} is pure"
   if top == "matplotlib":
     return "draws"
+  if top == "tokenizers":
+    return "imports tokenizers"
   if top != "sojax":
     return None
   if "_cpu_ops" in imported.split("."):
@@ -196,6 +198,7 @@ def test_experiments_are_short_and_only_plots_draws():
     ("sojax.trainer", "from os import environ"),
     ("sojax.trainer", "import sys\nx = sys.argv"),
     ("sojax.trainer", "import matplotlib.pyplot"),
+    ("sojax.data.tokens", "from tokenizers import Tokenizer"),
     ("sojax.helpers", "x = 1"),
     ("sojax.trainer", "x = 1\n" * _MAX_LINES),
   ],

@@ -99,6 +99,7 @@ def test_split_puts_every_document_on_one_side(num_docs):
     (b"aaa\nbbb\nccc\nddd\n", b"aaa\nbbb\nccc\n", b"ddd\n"),
     (b"aaa\nbbb\nccccccc\n", b"aaa\nbbb\n", b"ccccccc\n"),
     (b"abcdefgh", b"abcdef", b"gh"),
+    ("abcd\N{HIRAGANA LETTER A}x".encode(), b"abcd", "\u3042x".encode()),
   ],
 )
 def test_single_document_is_cut_near_its_end(document, train, validation):
@@ -114,6 +115,8 @@ def test_bad_splits_are_refused():
     text.split_documents([])
   with pytest.raises(ValueError, match="one document of 19 bytes"):
     text.split_documents([b"a" * 19])
+  with pytest.raises(ValueError, match="one document of 3 bytes"):
+    text.split_documents(["\u3042".encode()], validation_every=2)
 
 
 def test_standard_library_is_real_text_without_tests():

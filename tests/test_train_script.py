@@ -5,12 +5,15 @@ what the script says of it.
 """
 
 import dataclasses
+import io
+import itertools
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +22,9 @@ from absl import app
 from absl.testing import flagsaver
 
 import sojax
-from experiments import bigram, train
+from experiments import bigram, encodings, train
 from sojax import data, models
+from tests.tokenizing import byte_pair_tokenizer
 
 _ROOT = Path(__file__).parents[1]
 _ISSUE_KEYS = {
@@ -44,6 +48,13 @@ _TEXT = "the quick brown fox jumps over the lazy dog, and so on.\n" * 40
 def text_path(tmp_path):
   path = tmp_path / "text.txt"
   path.write_text(_TEXT)
+  return path
+
+
+@pytest.fixture
+def tokenizer_path(tmp_path):
+  path = tmp_path / "tokenizer.json"
+  byte_pair_tokenizer([_TEXT], 280).save(str(path))
   return path
 
 
@@ -92,6 +103,19 @@ def _trained(result) -> sojax.Trainer:
   return trainer
 
 
+def _token_losses(result, tokens) -> list[float]:
+  """The loss of each token but the first, from the model's plain logits."""
+  with _trained(result) as trainer:
+    model = trainer.sync_model()
+  losses = []
+  for start in range(0, len(tokens) - 1, 16):
+    row = tokens[start : start + 17]
+    logits = np.asarray(model(row[None, :-1]), np.float64)[0]
+    log_sum = np.log(np.exp(logits).sum(1))
+    losses += (log_sum - logits[np.arange(len(row) - 1), row[1:]]).tolist()
+  return losses
+
+
 def _assert_same_state(one, other) -> None:
   """Compares every element of two runs' masters and moments, and counts."""
   with _trained(one) as one, _trained(other) as other:
@@ -132,14 +156,7 @@ def test_losses_are_those_of_the_model_and_of_bigrams_on_the_same_bytes(
   result = run_script()
   corpus = data.split_documents([_TEXT.encode()])
   text = np.frombuffer(corpus.validation, np.uint8).astype(np.int32)
-  with _trained(result) as trainer:
-    model = trainer.sync_model()
-  losses = []
-  for start in range(0, len(text) - 1, 16):
-    row = text[start : start + 17]
-    logits = np.asarray(model(row[None, :-1]), np.float64)[0]
-    log_sum = np.log(np.exp(logits).sum(1))
-    losses += (log_sum - logits[np.arange(len(row) - 1), row[1:]]).tolist()
+  losses = _token_losses(result, text)
   # Float32 sums of a few dozen terms per loss, here and there.
   assert result["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
@@ -148,17 +165,61 @@ def test_losses_are_those_of_the_model_and_of_bigrams_on_the_same_bytes(
   assert result["bigram_loss"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_ctrl_c_saves_and_resume_ends_in_the_same_bits(
-  run_script, press_ctrl_c, tmp_path
+def test_losses_of_a_tokenizer_are_those_of_the_bytes_that_it_predicts(
+  run_script, tokenizer_path, monkeypatch
 ):
-  straight = run_script(out=tmp_path / "straight")
+  monkeypatch.setattr(train, "_VALIDATION_TOKENS", 40)  # 2 batches of 2 rows
+  result = run_script(f"--tokenizer={tokenizer_path}")
+  assert result["config"]["vocab_size"] == 281  # and the separator
+  # Tokens are drawn with equal probability in the beginning.
+  assert abs(result["initial_loss"] - math.log(281)) < 0.2
+
+  encoding = encodings.load(str(tokenizer_path))
+  corpus = data.split_documents([_TEXT.encode()])
+  tokens = encoding.encode(corpus.validation)[: 2 * 2 * 16 + 1]
+  first = encoding.decode(tokens[:1])
+  text = np.frombuffer(encoding.decode(tokens), np.uint8)
+  num_bytes = len(text) - len(first)
+  assert num_bytes > tokens.size  # so that tokens and bytes differ
+  losses = _token_losses(result, tokens)
+  assert result["validation_loss"] == pytest.approx(
+    np.sum(losses) / num_bytes, rel=1e-5
+  )
+  model = bigram.fit(data.encode(corpus.train))
+  log_probs = model.log_probs[text[:-1], text[1:]][-num_bytes:]
+  assert result["bigram_loss"] == pytest.approx(-np.mean(log_probs), rel=1e-12)
+
+
+def test_sample_is_decoded_with_the_tokenizer(
+  run_script, tokenizer_path, monkeypatch
+):
+  encoding = encodings.load(str(tokenizer_path))
+  drawn = encoding.encode(b"the lazy brown fox\n")
+
+  def sample(model, prompt, **options):
+    assert encoding.decode(prompt) == data.SEPARATOR
+    return drawn
+
+  shown = io.StringIO()
+  monkeypatch.setattr(train.sampling, "sample", sample)
+  monkeypatch.setattr(train.sys, "stderr", shown)
+  run_script(f"--tokenizer={tokenizer_path}", steps=1)
+  assert "\nthe lazy brown fox\n" in shown.getvalue()
+
+
+@pytest.mark.parametrize("tokens", ["bytes", "tokenizer"])
+def test_ctrl_c_saves_and_resume_ends_in_the_same_bits(
+  run_script, press_ctrl_c, tmp_path, tokenizer_path, tokens
+):
+  flags = [] if tokens == "bytes" else [f"--tokenizer={tokenizer_path}"]
+  straight = run_script(*flags, out=tmp_path / "straight")
   press_ctrl_c(2)
-  stopped = run_script(out=tmp_path / "resumed")
+  stopped = run_script(*flags, out=tmp_path / "resumed")
   assert stopped["steps"] == 3 and stopped["interrupted"] is True
   assert stopped["validation_loss"] is None
   assert stopped["checkpoint"].endswith("step_00000003")
   press_ctrl_c(None)
-  resumed = run_script("--resume", out=tmp_path / "resumed")
+  resumed = run_script("--resume", *flags, out=tmp_path / "resumed")
 
   names = ["steps", "initial_loss", "final_loss", "validation_loss"]
   names += ["bigram_loss", "clipped", "skipped", "interrupted"]
@@ -187,25 +248,29 @@ def test_resume_takes_the_newest_run_with_a_checkpoint(run_script, tmp_path):
 def test_failed_run_resumes_from_the_last_save_on_the_way(
   run_script, monkeypatch, tmp_path
 ):
-  flags = ["--save_every=2", "--seed=3"]
   original, seeds = data.BatchSampler.batch, set()
 
   def batch(sampler, step):
     seeds.add(sampler.seed)
-    if step == 5:
+    if step == 7:
       raise RuntimeError("out of paper")
     return original(sampler, step)
 
+  # A clock that is read once per step, and saves that are due at every second.
+  clock = types.SimpleNamespace(monotonic=itertools.count().__next__)
   with monkeypatch.context() as patch:
     patch.setattr(data.BatchSampler, "batch", batch)
+    patch.setattr(train, "time", clock)
+    patch.setattr(train, "_SAVE_EVERY_S", 2)
     with pytest.raises(RuntimeError, match="out of paper"):
-      run_script(*flags, out=tmp_path / "failed")
+      run_script("--seed=3", out=tmp_path / "failed", steps=8)
   assert seeds == {3}
   saved = (tmp_path / "failed/0001/checkpoints").glob("step_*")
-  assert sorted(path.name[-1] for path in saved) == ["2", "4"]
+  assert sorted(path.name[-1] for path in saved) == ["4", "6"]  # of 2, 4, 6
 
-  resumed = run_script("--resume", *flags, out=tmp_path / "failed")
-  straight = run_script(*flags, out=tmp_path / "straight")
+  flags = ["--seed=3"]
+  resumed = run_script("--resume", *flags, out=tmp_path / "failed", steps=8)
+  straight = run_script(*flags, out=tmp_path / "straight", steps=8)
   for name in ("steps", "initial_loss", "final_loss", "clipped"):
     assert resumed[name] == straight[name]
   _assert_same_state(resumed, straight)
@@ -235,6 +300,23 @@ def test_resume_with_other_settings_is_refused(run_script, tmp_path):
       run_script("--resume", flag, steps=2)
 
 
+def test_resume_with_another_tokenizer_is_refused(
+  run_script, tokenizer_path, tmp_path
+):
+  def refuses(message, *flags):
+    with pytest.raises(ValueError, match=message):
+      run_script("--resume", *flags, steps=2)
+
+  other = tmp_path / "other.json"
+  # As many tokens, so that the model fits.
+  byte_pair_tokenizer([_TEXT.upper()], 280).save(str(other))
+  run_script(f"--tokenizer={tokenizer_path}", steps=2)
+  refuses(
+    "tokenizer_sha256=[0-9a-f]{64}, not [0-9a-f]{64}", f"--tokenizer={other}"
+  )
+  refuses("vocab|shape")
+
+
 def test_resume_without_a_run_is_refused(run_script, tmp_path):
   with pytest.raises(ValueError, match="holds no run with a checkpoint"):
     run_script("--resume")
@@ -244,6 +326,8 @@ def test_resume_without_a_run_is_refused(run_script, tmp_path):
   ("flag", "message"),
   [
     ("--data=/nowhere", "/nowhere does not exist"),
+    ("--tokenizer=/nowhere", "--tokenizer=/nowhere is no file"),
+    (f"--tokenizer={__file__}", "no tokenizer of use here: "),
     ("--precision=fp8", "precision='fp8'"),
     ('--plan={"wieghts": "flow"}', "wieghts"),
   ],
@@ -264,7 +348,8 @@ def test_every_setting_has_a_flag_and_flags_are_a_dozen():
   names = {flag.name for flag in own}
   assert len(names) <= 12
   settings = {field.name for field in dataclasses.fields(train.Settings)}
-  assert settings - {"text_sha256"} <= names
+  read = {"text_sha256", "tokenizer_sha256", "vocab_size"}
+  assert settings - read <= names
 
 
 def _start_script(*flags, **popen) -> subprocess.Popen:

@@ -214,11 +214,13 @@ def _read_json_lines(file: Path, content: bytes) -> Iterator[bytes]:
 
 
 def _cut(document: bytes, validation_every: int) -> list[bytes]:
-  """Cuts the last share of one document off, at the end of a line."""
+  """Cuts the last share off, at the end of a line or else of a character."""
   goal = len(document) - len(document) // validation_every
   end_of_line = document.rfind(b"\n", 0, goal) + 1
   cut = end_of_line or goal
-  if cut >= len(document):
+  while 0 < cut < len(document) and document[cut] & 0xC0 == 0x80:
+    cut -= 1  # this byte continues a character of UTF-8
+  if not 0 < cut < len(document):
     raise ValueError(
       f"one document of {len(document)} bytes is too short to be split; "
       f"give at least {validation_every} bytes"
