@@ -234,6 +234,29 @@ def _backward(
   partial: Sequence[jax.Array],
 ) -> BackwardOut:
   grads, out = _differentiate(spec, params, other, x, dy)
+  return deliver(spec, last_micro, params, grads, out, tied, partial)
+
+
+def deliver(
+  spec: StageSpec,
+  last_micro: bool,
+  params: Sequence[jax.Array],
+  grads: Sequence[jax.Array],
+  out: BackwardOut,
+  tied: Mapping[int, Sequence[jax.Array]],
+  partial: Sequence[jax.Array],
+) -> BackwardOut:
+  """Adds to what a backward returns what becomes of its gradients.
+
+  Args:
+    spec: the stage.
+    last_micro: whether the gradients are complete.
+    params: the stage's parameters.
+    grads: gradients of `spec.trained` and `spec.tied`.
+    out: what else the backward returns.
+    tied: gradients from borrowers, by place.
+    partial: float32 sums over the micro-batches so far.
+  """
   # Without it XLA fuses what follows into the computation of gradients, and
   # their bits would depend on what the wire carries and on how it is cut.
   grads = jax.lax.optimization_barrier(grads)
@@ -260,6 +283,39 @@ def _differentiate(
   dy: jax.Array | Targets,
 ) -> tuple[tuple[jax.Array, ...], BackwardOut]:
   """Returns gradients of `spec.trained` and `spec.tied`, and the rest."""
+  targets = dy if isinstance(dy, Targets) else None
+  y, pull, new_other = pull_back(spec, params, other, x, targets)
+  out = BackwardOut(sumsq=jnp.zeros((len(spec.trained),), jnp.float32))
+  if isinstance(dy, Targets):
+    out = dataclasses.replace(out, loss=y * dy.scale, other=new_other)
+    dy = (dy.scale * dy.loss_scale).astype(y.dtype)
+  grads, *dx = pull(dy)
+  first = spec.position is Position.FIRST
+  return grads, dataclasses.replace(out, dx=None if first else dx[0])
+
+
+def pull_back(
+  spec: StageSpec,
+  params: Sequence[jax.Array],
+  other: Sequence[jax.Array],
+  x: jax.Array,
+  targets: Targets | None = None,
+) -> tuple[jax.Array, Callable[..., Any], tuple[jax.Array, ...]]:
+  """Runs a stage forward and differentiates it.
+
+  Args:
+    spec: the stage.
+    params: its parameters.
+    other: its other state.
+    x: its input.
+    targets: in the last stage, what to predict.
+
+  Returns:
+    The output (in the last stage the loss, not scaled), the pull-back, as
+    jax.vjp gives it, and the new other state. The pull-back maps the output's
+    gradient to those of `spec.trained` and `spec.tied`, in one tuple, and
+    then, except in the first stage, the input's.
+  """
   places = spec.trained + spec.tied
 
   def run(wanted: Sequence[jax.Array], x: jax.Array):
@@ -268,8 +324,8 @@ def _differentiate(
       merged[place] = value
     module = spec.parts.merge(merged, other)
     module.train()
-    if isinstance(dy, Targets):
-      y = module.loss(x, dy.tokens, dy.mask)
+    if targets is not None:
+      y = module.loss(x, targets.tokens, targets.mask)
     else:
       y = module(x)
     return y, spec.parts.other_of(module)
@@ -278,13 +334,7 @@ def _differentiate(
   first = spec.position is Position.FIRST
   differentiated = (lambda w: run(w, x)) if first else run
   inputs = (wanted,) if first else (wanted, x)
-  y, pull, new_other = jax.vjp(differentiated, *inputs, has_aux=True)
-  out = BackwardOut(sumsq=jnp.zeros((len(spec.trained),), jnp.float32))
-  if isinstance(dy, Targets):
-    out = dataclasses.replace(out, loss=y * dy.scale, other=new_other)
-    dy = (dy.scale * dy.loss_scale).astype(y.dtype)
-  grads, *dx = pull(dy)
-  return grads, dataclasses.replace(out, dx=None if first else dx[0])
+  return jax.vjp(differentiated, *inputs, has_aux=True)
 
 
 def _add_up(
