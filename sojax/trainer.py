@@ -23,9 +23,15 @@ from sojax.plan.adamw import Optimizer
 from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan, WireDtypes
+from sojax.programs.keep import (
+  KeepPrograms,
+  make_keep_programs,
+  trace_kept_bytes,
+)
 from sojax.programs.split_model import split_model
 from sojax.programs.stages import StagePrograms, make_stage_programs
 from sojax.programs.trace import trace_stages
+from sojax.runtime.activations import Activations
 from sojax.runtime.batches import Batches
 from sojax.runtime.compute import Compute
 from sojax.runtime.executor import Action, Executor
@@ -93,31 +99,40 @@ class Trainer:
       elem_bytes=wire.grad_bytes,
       device_buckets=self.plan.device_buckets,
     )
-    self.graph = schedule(self.layout, self.plan, config)
+    input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
+    self.graph = schedule(self.layout, self.plan, config, input_bytes)
+    programs = make_stage_programs(
+      self._split, self.layout, shapes, wire.grad, self._placement
+    )
+    keeping = make_keep_programs(programs, self.plan, self._placement)
     self.account = make_account(
       self.layout,
       self.plan,
       config,
-      [shape.x.size * shape.x.dtype.itemsize for shape in shapes],
+      input_bytes,
+      trace_kept_bytes(self._split, keeping, shapes, config.working_dtype),
     )
+    self._start(programs, keeping)
+
+  def _start(
+    self,
+    programs: Sequence[StagePrograms],
+    keeping: Mapping[int, KeepPrograms],
+  ) -> None:
+    """Makes what carries out the tasks, and starts the threads."""
     self._pool = Pool(self.plan.pool_threads or cpu_info().cores)
     self._state = TrainState(
-      self._split, self.layout, config.active_loss_scale, self._placement
+      self._split, self.layout, self.config.active_loss_scale, self._placement
     )
-    programs = make_stage_programs(
-      self._split, self.layout, shapes, wire.grad, self._placement
-    )
-    self._start(programs)
-
-  def _start(self, programs: Sequence[StagePrograms]) -> None:
-    """Makes what carries out the tasks, and starts the threads."""
     vocab_size = getattr(self._model, "vocab_size", None)
     self._batches = Batches(self.config, vocab_size, self._placement)
     self._weights = make_weights(
       self._split, self.layout, self.plan, self.config, self._placement
     )
     self._weights.load(self._state.masters())
-    self._compute = Compute(self._split, self.layout, programs, self._weights)
+    self._compute = Compute(
+      self._split, self.layout, programs, keeping, self._weights
+    )
     self._executor = Executor(self.graph, self._actions())
     self._broken: StepError | None = None
     self._finalizer = weakref.finalize(self, self._executor.close)
@@ -281,6 +296,7 @@ class Trainer:
       self.config.working_dtype,
       self._placement,
     )
+    activations = Activations(self._placement)
     return {
       TaskKind.FORWARD: self._compute.forward,
       TaskKind.BACKWARD: self._compute.backward,
@@ -289,6 +305,8 @@ class Trainer:
       TaskKind.HOST_UPDATE: host.host_update,
       TaskKind.DEVICE_UPDATE: device.device_update,
       TaskKind.WEIGHT_IN: self._weights.weight_in,
+      TaskKind.ACTIVATION_OUT: activations.activation_out,
+      TaskKind.ACTIVATION_IN: activations.activation_in,
     }
 
   @contextlib.contextmanager

@@ -20,12 +20,27 @@ from sojax.plan.plan import Plan, WireDtypes
     ({"speculation": "record3"}, "'record3' is not there yet; use one of"),
     ({"speculation": "often"}, "speculation='often' is not one of"),
     ({"weights": "flow", "device_buckets": 1}, "device_buckets=1 keeps"),
+    ({"activations": "drop"}, "activations='drop' is not one of"),
+    ({"activations": ("keep", "drop")}, "activations='drop' is not one of"),
+    ({"activations": ["keep"]}, r"activations=\['keep'\] must be one of"),
+    ({"activations": None}, "activations=None must be one of"),
     ({"bucket_size": 1}, "unknown plan switch 'bucket_size'; known:"),
   ],
 )
 def test_a_wrong_switch_is_refused(switches, message):
   with pytest.raises(ValueError, match=message):
     Plan.of(switches)
+
+
+def test_activations_are_those_of_the_stages_that_have_a_choice():
+  for policy in ("recompute", "keep", "offload"):
+    first = "keep" if policy == "keep" else "recompute"
+    all_alike = Plan(activations=policy).activations_by_stage(4)
+    assert all_alike == (first, policy, policy, "recompute")
+    each = Plan(activations=("keep", policy, "offload"))
+    assert each.activations_by_stage(3) == ("keep", policy, "recompute")
+    with pytest.raises(ValueError, match="names 3 stages, but the model has 4"):
+      each.activations_by_stage(4)
 
 
 def test_auto_is_weight_stationary_and_all_on_the_host():

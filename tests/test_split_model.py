@@ -86,6 +86,7 @@ def test_a_preset_larger_than_any_memory_is_planned_without_any(preset):
     Plan(weights="flow"),
     TrainConfig(micro_batch=1, seq_len=2048, precision="bf16"),
     [2048 * config.hidden_dim * 2] * layout.model.num_stages,
+    {},
   )
   assert account.host["masters"] + account.host["moments"] == 12 * num_params
   assert account.host["working_copy"] == 2 * num_params

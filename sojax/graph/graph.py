@@ -23,6 +23,16 @@ class TaskKind(enum.StrEnum):
   HOST_UPDATE = "host_update"
   DEVICE_UPDATE = "device_update"
   WEIGHT_IN = "weight_in"
+  ACTIVATION_OUT = "activation_out"
+  ACTIVATION_IN = "activation_in"
+
+
+_OF_MICRO_BATCHES = (
+  TaskKind.FORWARD,
+  TaskKind.BACKWARD,
+  TaskKind.ACTIVATION_OUT,
+  TaskKind.ACTIVATION_IN,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,7 @@ class Task:
       value = getattr(self, field)
       if value is not None:
         parts.append(f"{field}={value}")
-    if self.kind in (TaskKind.FORWARD, TaskKind.BACKWARD):
+    if self.kind in _OF_MICRO_BATCHES:
       parts.append(f"micro={self.micro}")
     return " ".join(parts)
 

@@ -8,7 +8,12 @@
                                                    `-> next Forward(stage) <-'
 
 The last stage has no Forward of its own: its Backward computes the loss and its
-gradients at once.
+gradients at once. The input of a stage that offloads leaves while its Forward
+runs, and comes back while the Backward of the stage after it runs:
+
+    Forward(i-1) -> ActivationOut(i) -> Forward(i+1)
+                         `-> ActivationIn(i) -> Backward(i)
+             Backward(i+2) ---^
 """
 
 import dataclasses
@@ -20,18 +25,27 @@ from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan, WireDtypes
 
 
-def schedule(layout: Layout, plan: Plan, config: TrainConfig) -> StepGraph:
+def schedule(
+  layout: Layout,
+  plan: Plan,
+  config: TrainConfig,
+  stage_input_bytes: Sequence[int],
+) -> StepGraph:
   """Returns the step graph of a plan.
 
   Args:
     layout: the model cut into buckets.
     plan: how the step is carried out.
     config: what is trained; gives the number of micro-batches.
+    stage_input_bytes: bytes of each stage's input for one micro-batch.
 
   Returns:
     The tasks of one step in schedule order, with their dependencies.
+
+  Raises:
+    ValueError: if the plan's activations are those of another number of stages.
   """
-  builder = _Builder(layout, plan, config)
+  builder = _Builder(layout, plan, config, stage_input_bytes)
   if plan.weights == "flow":
     builder.add_flowing_compute()
   else:
@@ -53,18 +67,31 @@ class _Use:
 class _Builder:
   """Adds tasks in schedule order."""
 
-  def __init__(self, layout: Layout, plan: Plan, config: TrainConfig):
+  def __init__(
+    self,
+    layout: Layout,
+    plan: Plan,
+    config: TrainConfig,
+    stage_input_bytes: Sequence[int],
+  ):
     self.tasks: list[Task] = []
     self._layout = layout
     self._plan = plan
     self._config = config
     self._wire = WireDtypes.of(plan, config)
+    self._input_bytes = stage_input_bytes
+    policies = plan.activations_by_stage(layout.model.num_stages)
+    self._offloading = {
+      stage for stage, policy in enumerate(policies) if policy == "offload"
+    }
     self._uses: list[int] = []
     self._fetches: list[list[int]] = []
     self._grads: dict[int, int] = {}
     self._outs: dict[int, int] = {}
     self._host_updates: dict[int, int] = {}
     self._arrivals: dict[int, int] = {}
+    self._inputs_out: dict[int, int] = {}
+    self._inputs_in: dict[int, int] = {}
 
   def add_stationary_compute(self) -> None:
     for use in self._uses_in_order():
@@ -149,7 +176,7 @@ class _Builder:
         yield _Use(TaskKind.BACKWARD, stage, micro)
 
   def _add_use(self, use: _Use, arrivals: Sequence[int]) -> None:
-    deps = (*self._uses[-1:], *arrivals)
+    deps = (*self._uses[-1:], *arrivals, *self._inputs_before(use))
     index = self._add(
       use.kind, Lane.DEVICE, stage=use.stage, micro=use.micro, deps=deps
     )
@@ -166,6 +193,47 @@ class _Builder:
             deps=(index,),
             bytes=bucket.size * self._wire.grad_bytes,
           )
+    self._move_inputs(use)
+
+  def _inputs_before(self, use: _Use) -> Iterable[int]:
+    """Returns which moves of stage inputs a use waits for.
+
+    Backward waits for its own input. Forward waits until that of the stage
+    before it has left, so that in forward the device has three of them at most:
+    what Forward of the stage before still reads, the input, and the output.
+    """
+    if use.kind is TaskKind.BACKWARD and use.stage in self._offloading:
+      yield self._inputs_in[use.stage]
+    if use.kind is TaskKind.FORWARD and use.stage - 1 in self._offloading:
+      yield self._inputs_out[use.stage - 1]
+
+  def _move_inputs(self, use: _Use) -> None:
+    """Adds the moves of stage inputs that are scheduled after a use.
+
+    Forward's output leaves if the next stage offloads its input. What the next
+    use, a Backward, needs comes in while this one runs, after the end of the
+    one before: two such inputs are on the device at most.
+    """
+    if use.kind is TaskKind.FORWARD and use.stage + 1 in self._offloading:
+      stage = use.stage + 1
+      self._inputs_out[stage] = self._add(
+        TaskKind.ACTIVATION_OUT,
+        Lane.D2H,
+        stage=stage,
+        micro=use.micro,
+        deps=self._uses[-1:],
+        bytes=self._input_bytes[stage],
+      )
+    if use.kind is TaskKind.BACKWARD and use.stage - 1 in self._offloading:
+      stage = use.stage - 1
+      self._inputs_in[stage] = self._add(
+        TaskKind.ACTIVATION_IN,
+        Lane.H2D,
+        stage=stage,
+        micro=use.micro,
+        deps=(self._inputs_out[stage], self._uses[-2]),
+        bytes=self._input_bytes[stage],
+      )
 
   def _add_fetch(self, use: _Use, frees: Sequence[int]) -> None:
     self._fetches.append(

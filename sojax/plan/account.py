@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sojax.plan.buckets import Bucket, Layout, WireUnit
 from sojax.plan.config import TrainConfig
@@ -18,10 +18,12 @@ class Account:
 
   Attributes:
     host: host memory: "masters", "moments", "working_copy" (weight-flow,
-      pinned), "ring" (weight-stationary, pinned) and "gradients" (pinned).
+      pinned), "ring" (weight-stationary, pinned), "gradients" (pinned) and
+      "stage_inputs" (activations="offload", pinned).
     device: device memory: "weights" (in weight-flow those of the window),
       "device_buckets" (masters and moments), "gradients" (on their way out),
-      "tied_gradients", "partial_sums" (accumulation) and "stage_inputs".
+      "tied_gradients", "partial_sums" (accumulation), "stage_inputs" and
+      "residuals" (activations="keep").
   """
 
   host: dict[str, int]
@@ -71,6 +73,7 @@ def make_account(
   plan: Plan,
   config: TrainConfig,
   stage_input_bytes: Sequence[int],
+  kept_bytes: Mapping[int, int],
 ) -> Account:
   """Adds up what a plan takes.
 
@@ -79,9 +82,14 @@ def make_account(
     plan: how a step is carried out.
     config: what is trained.
     stage_input_bytes: bytes of each stage's input for one micro-batch.
+    kept_bytes: of each stage that keeps its activations, bytes of what it keeps
+      for one micro-batch.
 
   Returns:
     The account.
+
+  Raises:
+    ValueError: if the plan's activations are those of another number of stages.
   """
   wire = WireDtypes.of(plan, config)
   on_host = [b for b in layout.buckets if not b.on_device]
@@ -92,12 +100,14 @@ def make_account(
     math.prod(shape) * count
     for shape, count in ring_counts(layout, plan).items()
   )
+  inputs = _StageInputs.of(layout, plan, stage_input_bytes)
   host = {
     "masters": 4 * _elems(on_host),
     "moments": 8 * _elems(_trained_on_host(layout)),
     "working_copy": wire.weight_bytes * _elems(on_host) if flow else 0,
     "ring": wire.weight_bytes * ring_elems,
     "gradients": wire.grad_bytes * _elems(_trained_on_host(layout)),
+    "stage_inputs": inputs.on_host_bytes,
   }
   working = DTYPE_BYTES[config.working_dtype]
   tied = {i for leaves in layout.model.borrowed for i in leaves}
@@ -109,9 +119,51 @@ def make_account(
     "tied_gradients": working
     * sum(leaves[i].size for i in tied if leaves[i].trained),
     "partial_sums": 4 * _elems(trained) if config.accumulation > 1 else 0,
-    "stage_inputs": sum(stage_input_bytes),
+    "stage_inputs": inputs.on_device_bytes,
+    "residuals": sum(kept_bytes.values()),
   }
   return Account(host=host, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StageInputs:
+  """Bytes of the stages' inputs, of those that stay and of those that move."""
+
+  staying: int
+  moving: tuple[int, ...]
+
+  @classmethod
+  def of(
+    cls, layout: Layout, plan: Plan, input_bytes: Sequence[int]
+  ) -> "_StageInputs":
+    policies = plan.activations_by_stage(layout.model.num_stages)
+    moving = tuple(
+      nbytes
+      for policy, nbytes in zip(policies, input_bytes, strict=True)
+      if policy == "offload"
+    )
+    return cls(sum(input_bytes) - sum(moving), moving)
+
+  @property
+  def on_device_bytes(self) -> int:
+    """Those that stay, and of those that move a few.
+
+    In forward three: a stage's forward is issued once the input of the stage
+    before has left, which that stage may still read, so that there is this one,
+    its own and its output. From one micro-batch to the next four: the backwards
+    of the first two may still run when their next forwards are issued.
+    """
+    windows = range(max(len(self.moving) - 2, 1))
+    in_forward = max(sum(self.moving[i : i + 3]) for i in windows)
+    return self.staying + max(in_forward, self._turning)
+
+  @property
+  def on_host_bytes(self) -> int:
+    return max(sum(self.moving), self._turning)
+
+  @property
+  def _turning(self) -> int:
+    return 2 * sum(self.moving[:2])
 
 
 def _stationary(layout: Layout, plan: Plan, config: TrainConfig) -> int:

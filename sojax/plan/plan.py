@@ -16,17 +16,18 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "grad_cast": ("host", "device"),
   "weight_cast": ("host", "device"),
   "gradients_out": ("dma",),
-  "activations": ("recompute",),
   "accumulate": ("device",),
   "speculation": ("wait",),
   "master": ("fp32",),
   "park": ("host",),
 }
+ACTIVATIONS = ("recompute", "keep", "offload")
+"""What can be done with a stage's activations between forward and backward."""
+
 _NOT_YET: dict[str, tuple[str, ...]] = {
   "grad_cast": ("host_separate",),
   "weight_cast": ("host_separate",),
   "gradients_out": ("callback",),
-  "activations": ("keep", "offload"),
   "accumulate": ("host",),
   "speculation": ("record2", "record3", "pingpong"),
   "master": ("split",),
@@ -54,7 +55,10 @@ class Plan:
       device in weight-stationary.
     pool_threads: host threads that update buckets; None takes every core.
     gradients_out: transport of gradients to the host: "dma".
-    activations: what backward gets: "recompute" keeps stage inputs only.
+    activations: what a stage's forward leaves for its backward: "recompute"
+      its input, from which backward computes it again; "keep" all that backward
+      needs; "offload" its input, which waits in pinned host memory. One for all
+      stages, or a tuple with one for each; see `activations_by_stage`.
     accumulate: the side that adds up micro-batches: "device".
     speculation: how updates run ahead of validation: "wait" does not.
     master: storage of master weights: "fp32".
@@ -70,7 +74,7 @@ class Plan:
   ring_slots: int = 2
   pool_threads: int | None = None
   gradients_out: str = "dma"
-  activations: str = "recompute"
+  activations: str | tuple[str, ...] = "recompute"
   accumulate: str = "device"
   speculation: str = "wait"
   master: str = "fp32"
@@ -85,6 +89,7 @@ class Plan:
         )
       if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {choices}")
+    self._check_activations()
     self._check_count("bucket_bytes", MIN_BUCKET_BYTES)
     self._check_count("device_buckets", 0)
     self._check_count("flow_window", 2)
@@ -96,6 +101,48 @@ class Plan:
         f"device_buckets={self.device_buckets} keeps master weights on the"
         " device, which weights='flow' has no room for; use 0"
       )
+
+  def activations_by_stage(self, num_stages: int) -> tuple[str, ...]:
+    """Returns what is done with the activations of each stage.
+
+    Two stages have no choice. The last one's backward is its forward, too:
+    nothing waits in between, whatever the plan says. The first one's tokens
+    are on the device anyway, and "offload" lets them stay.
+
+    Args:
+      num_stages: stages of the model.
+
+    Returns:
+      One of `ACTIVATIONS` for each stage; "recompute" where there is no choice.
+
+    Raises:
+      ValueError: if the plan names another number of stages.
+
+    >>> Plan(activations="offload").activations_by_stage(4)
+    ('recompute', 'offload', 'offload', 'recompute')
+    """
+    named = self.activations
+    policies = [named] * num_stages if isinstance(named, str) else [*named]
+    if len(policies) != num_stages:
+      raise ValueError(
+        f"activations names {len(policies)} stages, but the model has"
+        f" {num_stages}; name one for each, or one for all"
+      )
+    if policies[0] == "offload":
+      policies[0] = "recompute"
+    policies[-1] = "recompute"
+    return tuple(policies)
+
+  def _check_activations(self) -> None:
+    named = self.activations
+    if not isinstance(named, str | tuple):
+      raise ValueError(
+        f"activations={named!r} must be one of {ACTIVATIONS}, or a tuple with"
+        " one for each stage"
+      )
+    for policy in (named,) if isinstance(named, str) else named:
+      if policy not in ACTIVATIONS:
+        raise ValueError(f"activations={policy!r} is not one of {ACTIVATIONS}")
 
   def _check_count(self, name: str, at_least: int) -> None:
     value = getattr(self, name)

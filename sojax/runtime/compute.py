@@ -1,11 +1,12 @@
 """Dispatches forward and backward of the stages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from sojax.graph.graph import Task
 from sojax.plan.buckets import Layout
+from sojax.programs.keep import KeepPrograms
 from sojax.programs.split_model import SplitModel
 from sojax.programs.stages import StagePrograms
 from sojax.runtime.executor import Wait
@@ -21,46 +22,69 @@ class Compute:
     split: SplitModel,
     layout: Layout,
     programs: Sequence[StagePrograms],
+    keep_programs: Mapping[int, KeepPrograms],
     weights: Weights,
   ):
+    """Remembers what to dispatch.
+
+    Args:
+      split: the model.
+      layout: how it is cut into buckets.
+      programs: the programs of each stage.
+      keep_programs: those of the stages that keep their activations.
+      weights: the working weights.
+    """
     self._used = split.used
     self._layout = layout
     self._programs = programs
+    self._keep_programs = keep_programs
     self._weights = weights
     self._last = len(programs) - 1
 
   def forward(self, task: Task, step: Step) -> Wait:
-    """Issues a stage's forward and keeps its input for backward."""
+    """Issues a stage's forward; what backward needs stays in the step."""
     stage = _stage(task)
-    x = step.batches[task.micro].inputs if stage == 0 else step.inputs[stage]
-    step.inputs[stage] = x
-    step.other_into[stage] = step.other[stage]
-    y, step.other[stage] = self._programs[stage].forward(
-      self._weights.of_use(task, step), step.other[stage], x
-    )
+    tokens = step.batches[task.micro].inputs
+    x = tokens if stage == 0 else step.inputs.pop(stage)
+    other = step.other[stage]
+    params = self._weights.of_use(task, step)
+    if stage in self._keep_programs:
+      program = self._keep_programs[stage].forward
+      y, step.other[stage], kept = program(params, other, x)
+      step.kept[stage] = kept.holding(other, x, y)
+    else:
+      y, step.other[stage] = self._programs[stage].forward(params, other, x)
+      step.other_into[stage] = other
+      if stage not in step.offloaded:
+        step.inputs[stage] = x
     step.inputs[stage + 1] = y
     return lambda: _wait(y)
 
   def backward(self, task: Task, step: Step) -> Wait:
     """Issues a stage's backward; the last one's computes the loss, too."""
     stage = _stage(task)
-    programs = self._programs[stage]
+    spec = self._programs[stage].spec
     last_micro = task.micro == len(step.batches) - 1
     if stage == self._last:
       dy = step.batches[task.micro].targets
       step.other_into[stage] = step.other[stage]
     else:
       dy = step.grad
+    if stage in self._keep_programs:
+      programs = self._keep_programs[stage]
+      left_by_forward = (step.kept.pop(stage),)
+    else:
+      programs = self._programs[stage]
+      left_by_forward = (step.other_into.pop(stage), step.inputs.pop(stage))
     out = (programs.finish if last_micro else programs.add)(
       self._weights.of_use(task, step),
-      step.other_into.pop(stage),
-      step.inputs.pop(stage),
+      *left_by_forward,
       dy,
       self._from_borrowers(stage, step),
       step.partial.pop(stage, ()),
     )
     step.grad = out.dx
-    for place, grad in zip(programs.spec.tied, out.tied, strict=True):
+    for place, grad in zip(spec.tied, out.tied, strict=True):
       step.tied.setdefault(self._used[stage][place], []).append(grad)
     if out.loss is not None:
       step.losses.append(out.loss)

@@ -9,6 +9,7 @@ import numpy as np
 from sojax.host.wire import WireBuffer
 from sojax.plan.adamw import AdamScalars
 from sojax.plan.buckets import Bucket
+from sojax.programs.keep import Kept
 from sojax.programs.stages import Targets
 from sojax.programs.validate import ScaleState, Verdict
 
@@ -42,7 +43,9 @@ class Step:
     scale: the loss scale of the step.
     other: the same as of the newest forward.
     other_into: each stage's other state as it went into the newest forward.
-    inputs: input of each stage in the current micro-batch.
+    inputs: input of each stage in the current micro-batch, on the device.
+    offloaded: input of each stage in the current micro-batch, on the host.
+    kept: what forward left for backward, of stages that keep activations.
     grad: gradient of the newest backward's input.
     tied: gradients from borrowers, by leaf, in the current micro-batch.
     partial: each stage's sums over micro-batches so far.
@@ -67,6 +70,8 @@ class Step:
     default_factory=dict
   )
   inputs: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+  offloaded: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+  kept: dict[int, Kept] = dataclasses.field(default_factory=dict)
   grad: jax.Array | None = None
   tied: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
   partial: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
@@ -104,6 +109,8 @@ class Step:
     for arrays in (
       self.other_into,
       self.inputs,
+      self.offloaded,
+      self.kept,
       self.tied,
       self.partial,
       self.units,
