@@ -202,6 +202,10 @@ def test_stages_without_parameters_and_with_scalars_train(precision, weights):
     ),
     ({"trainable": nnx.PathContains("nothing")}, "selects no parameter"),
     ({"plan": {"device_buckets": 99}}, "device_buckets=99 exceeds"),
+    (
+      {"plan": {"activations": ("keep", "keep", "offload")}},
+      "activations names 3 stages, but the model has 4; name one for each",
+    ),
     ({"plan": {"fast": True}}, "unknown plan switch 'fast'"),
     ({"config": config(seq_len=33)}, "33 tokens is longer than max_seq_len=32"),
     (
@@ -238,6 +242,7 @@ SWITCHES = {
   "device_buckets": [0, 2],
   "grad_cast": ["host", "device"],
   "weight_cast": ["host", "device"],
+  "activations": ["recompute", "keep", "offload"],
 }
 
 
@@ -497,7 +502,12 @@ class PoisonedGPT(nnx.Module):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
   "plan",
-  [{}, {"bucket_bytes": 1 << 16, "device_buckets": 2}, {"weights": "flow"}],
+  [
+    {},
+    {"bucket_bytes": 1 << 16, "device_buckets": 2},
+    {"weights": "flow"},
+    {"activations": ("keep", "offload", "keep", "recompute")},
+  ],
   ids=str,
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -537,13 +547,15 @@ def test_one_inf_skips_the_step_and_leaves_no_trace(
     assert_same_bits(ours_, theirs)
 
 
-def test_a_skipped_step_takes_dropout_keys_back():
+@pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
+def test_a_skipped_step_takes_dropout_keys_back(activations):
   data = batches(3)
   for batch in data:
     batch["tokens"] %= 255
   bad = {"tokens": data[0]["tokens"].copy()}
   bad["tokens"][0, 0] = 255
-  with trainer(model=PoisonedGPT(dropout=0.2)) as ours:
+  plan = {"activations": activations}
+  with trainer(plan, model=PoisonedGPT(dropout=0.2)) as ours:
     ours.step(data[0])
     before = state_of(ours)
     assert any("rng" in name for name in before)
@@ -598,20 +610,23 @@ def break_the_program(ours):
 
 
 BEFORE_VALIDATE = [
-  TaskKind.FORWARD,
-  TaskKind.BACKWARD,
-  TaskKind.GRAD_OUT,
-  TaskKind.VALIDATE,
+  (TaskKind.FORWARD, {}),
+  (TaskKind.BACKWARD, {}),
+  (TaskKind.GRAD_OUT, {}),
+  (TaskKind.VALIDATE, {}),
+  (TaskKind.BACKWARD, {"activations": "keep"}),
+  (TaskKind.ACTIVATION_OUT, {"activations": "offload"}),
+  (TaskKind.ACTIVATION_IN, {"activations": "offload", "weights": "flow"}),
 ]
 
 
-@pytest.mark.parametrize("kind", BEFORE_VALIDATE)
-def test_a_failure_before_validate_loses_nothing(kind):
+@pytest.mark.parametrize(("kind", "plan"), BEFORE_VALIDATE, ids=str)
+def test_a_failure_before_validate_loses_nothing(kind, plan):
   data = batches(5)
   model = {"dropout": 0.1}
   with (
-    trainer(model=small_gpt(**model)) as ours,
-    trainer(model=small_gpt(**model)) as theirs,
+    trainer(plan, model=small_gpt(**model)) as ours,
+    trainer(plan, model=small_gpt(**model)) as theirs,
   ):
     for batch in data[:2]:
       ours.step(batch)
