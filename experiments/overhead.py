@@ -14,6 +14,9 @@ Expected result:
   faster of one_jit (gradients with rematerialisation and optax in one program)
   and two_jits (gradients in one, optax in another), see sojax.reference.loop.
 
+sojax keeps its activations by default, as two_jits does;
+--activations=recompute compares like with like for one_jit.
+
 Every round takes one step with each contender, in random order, each waited
 for, and gives one ratio; a median of ratios so paired is not misled by other
 load, nor by an order. The rows say where the time goes:
@@ -54,6 +57,9 @@ _TOKENS = flags.DEFINE_multi_integer(
 )
 _ROW_TOKENS = flags.DEFINE_integer("row_tokens", 512, "Tokens of a row.", 1)
 _MODEL = flags.DEFINE_string("model", "25m", "Name of the model's preset.")
+_ACTIVATIONS = flags.DEFINE_enum(
+  "activations", "keep", ["keep", "recompute", "offload"], "sojax's policy."
+)
 
 _WARM_UP_ROUNDS = 2
 _CLIP_NORM = 1.0
@@ -77,6 +83,7 @@ def main(argv: Sequence[str]) -> None:
     "rounds": _ROUNDS.value,
     "tokens": _TOKENS.value,
     "row_tokens": _ROW_TOKENS.value,
+    "activations": _ACTIVATIONS.value,
   }
   for tokens in _TOKENS.value:
     if tokens % _ROW_TOKENS.value:
@@ -102,7 +109,8 @@ def compare(tokens: int) -> dict[str, Any]:
   batch = sampler.batch(0)
   model = models.GPT(models.presets.gpt(_MODEL.value), rngs=nnx.Rngs(0))
   plain = plain_contenders(model, config, batch)
-  with sojax.Trainer(model, sojax.adamw(**_ADAMW), config) as trainer:
+  plan = {"activations": _ACTIVATIONS.value}
+  with sojax.Trainer(model, sojax.adamw(**_ADAMW), config, plan) as trainer:
 
     def step() -> None:
       trainer.step(batch)
