@@ -23,6 +23,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from sojax import array_store  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile(
@@ -36,3 +38,9 @@ def _fixed_seeds():
   """Seeds the global generators, whatever ran before."""
   random.seed(0)
   np.random.seed(0)
+
+
+@pytest.fixture
+def small_items(monkeypatch):
+  """Cuts checkpoints into many parts and items."""
+  monkeypatch.setattr(array_store, "ITEM_BYTES", 256)
