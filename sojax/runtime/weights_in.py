@@ -32,6 +32,28 @@ Masters = Mapping[int, Sequence[np.ndarray]]
 class Weights(abc.ABC):
   """Working weights, as stages take them and as updates replace them."""
 
+  def __init__(
+    self,
+    split: SplitModel,
+    layout: Layout,
+    plan: Plan,
+    config: TrainConfig,
+    placement: Placement,
+  ):
+    self._layout = layout
+    self._plan = plan
+    self._used = split.used
+    self._placement = placement
+    self._wire = WireDtypes.of(plan, config)
+    self._unpacker = Unpacker(
+      split.shape, split.used, config.working_dtype, placement
+    )
+    self._allocate()
+
+  @abc.abstractmethod
+  def _allocate(self) -> None:
+    """Makes the pinned buffers."""
+
   @abc.abstractmethod
   def load(self, masters: Masters) -> None:
     """Replaces all working weights by roundings of the masters.
@@ -71,23 +93,13 @@ class Weights(abc.ABC):
 class StationaryWeights(Weights):
   """Working weights that stay on the device."""
 
-  def __init__(
-    self,
-    split: SplitModel,
-    layout: Layout,
-    plan: Plan,
-    config: TrainConfig,
-    placement: Placement,
-  ):
-    self._layout = layout
-    self._used = split.used
-    self._placement = placement
-    self._wire = WireDtypes.of(plan, config)
-    self._unpacker = _unpacker(split, config, placement)
+  def _allocate(self) -> None:
     self._ring = WireRing(
-      ring_counts(layout, plan), dtype=self._wire.weight, placement=placement
+      ring_counts(self._layout, self._plan),
+      dtype=self._wire.weight,
+      placement=self._placement,
     )
-    self._on_both_sides = layout.on_both_sides
+    self._on_both_sides = self._layout.on_both_sides
     self._leaves: dict[int, jax.Array] = {}
     self._arrived: dict[int, Sequence[jax.Array]] = {}
 
@@ -175,24 +187,13 @@ class StationaryWeights(Weights):
 class FlowingWeights(Weights):
   """Working weights that live in pinned host memory."""
 
-  def __init__(
-    self,
-    split: SplitModel,
-    layout: Layout,
-    plan: Plan,
-    config: TrainConfig,
-    placement: Placement,
-  ):
-    self._layout = layout
-    self._used = split.used
-    self._placement = placement
-    self._unpacker = _unpacker(split, config, placement)
-    wire = WireDtypes.of(plan, config)
+  def _allocate(self) -> None:
     self._buffers = {
       bucket.index: [
-        WireBuffer(unit.shape, wire.weight, placement) for unit in bucket.units
+        WireBuffer(unit.shape, self._wire.weight, self._placement)
+        for unit in bucket.units
       ]
-      for bucket in layout.buckets
+      for bucket in self._layout.buckets
     }
 
   def load(self, masters: Masters) -> None:
@@ -253,12 +254,6 @@ def make_weights(
   """Returns the kind of working weights that a plan asks for; not loaded."""
   kind = {"stationary": StationaryWeights, "flow": FlowingWeights}[plan.weights]
   return kind(split, layout, plan, config, placement)
-
-
-def _unpacker(
-  split: SplitModel, config: TrainConfig, placement: Placement
-) -> Unpacker:
-  return Unpacker(split.shape, split.used, config.working_dtype, placement)
 
 
 def _send(
