@@ -1,8 +1,11 @@
 """Ctrl-C that waits for the end of a step."""
 
+import os
 import signal
-import sys
 from types import FrameType
+
+_STDERR = 2
+_NOTICE = b"\nstopping after this step; Ctrl-C again aborts without saving\n"
 
 
 class Interrupt:
@@ -35,7 +38,5 @@ class Interrupt:
     del signum, frame
     self.requested = True
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    print(
-      "\nstopping after this step; Ctrl-C again aborts without saving",
-      file=sys.stderr,
-    )
+    # Past sys.stderr, which may be in the middle of a write when it is pressed.
+    os.write(_STDERR, _NOTICE)

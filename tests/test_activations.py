@@ -12,7 +12,7 @@ import pytest
 from sojax.graph.graph import TaskKind
 from sojax.plan.account import Account
 from sojax.runtime.run import StepError
-from tests.test_trainer import break_once
+from tests.test_trainer_failures import break_once
 from tests.training import (
   SEQ_LEN,
   assert_same_bits,
@@ -177,7 +177,7 @@ def test_keeping_takes_more_than_recomputing_and_that_more_than_offloading(
   )
   inputs = recompute.account.device["stage_inputs"]
   more = keep.account.device["residuals"] - inputs
-  assert keep.device_bytes - recompute.device_bytes >= more > 20 * inputs
+  assert keep.device_bytes - recompute.device_bytes >= more > 10 * inputs
   less = inputs - offload.account.device["stage_inputs"]
   assert recompute.device_bytes - offload.device_bytes >= less
   assert less == (NUM_LAYERS - 4) * INPUT_BYTES
