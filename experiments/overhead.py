@@ -6,7 +6,7 @@ Question:
 Command:
   python -m experiments.overhead --json=PATH       (or: make bench)
 Hardware:
-  Two CPU cores, otherwise idle, and 8 GiB of memory.
+  Two CPU cores, otherwise idle.
 Expected time:
   About six minutes.
 Expected result:

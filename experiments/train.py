@@ -9,7 +9,7 @@ Command:
   python -m experiments.train --tokenizer=PATH/tokenizer.json
   python -m experiments.train --resume      (after Ctrl-C or a failure)
 Hardware:
-  Two CPU cores and 2 GiB of memory, or more.
+  Two CPU cores, or more.
 Expected time:
   About two minutes.
 Expected result:
