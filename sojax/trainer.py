@@ -18,6 +18,7 @@ from sojax.graph.graph import TaskKind
 from sojax.graph.schedule import schedule
 from sojax.graph.timeline import Timeline
 from sojax.host.kernels import Pool, cpu_info
+from sojax.models.loss import Loss
 from sojax.plan.account import make_account
 from sojax.plan.adamw import Optimizer
 from sojax.plan.buckets import plan_buckets
@@ -64,12 +65,15 @@ class Trainer:
     plan: str | Plan | Mapping[str, Any] = "auto",
     mesh: Mesh | None = None,
     trainable: Any = nnx.Param,
+    loss: Loss | None = None,
   ):
     """Copies the model's parameters; the model itself is left as it is.
 
     Args:
-      model: a Flax NNX model with `stages()`. Initialise one that is larger
-        than the device under jax.default_device of a CPU device.
+      model: a Flax NNX module, called with int32 tokens [B, T]. With
+        `stages()` (see `sojax.models.Stage`) it trains stage by stage, else as
+        one. Initialise one that is larger than the device under
+        jax.default_device of a CPU device.
       optimizer: from `sojax.adamw` or `sojax.partition`.
       config: batch, precision and clipping.
       plan: "auto", a Plan, or a mapping of its switches.
@@ -77,6 +81,9 @@ class Trainer:
         "data" and "seq".
       trainable: nnx filter of the Params that are trained. All modules run in
         training mode (dropout, statistics), whether theirs are or not.
+      loss: (what the model returns, targets [B, T], mask [B, T]) -> the sum of
+        mask times loss, a float32 scalar. None takes the last stage's own
+        `loss`, or next-token cross entropy of logits [B, T, vocabulary].
 
     Raises:
       ValueError: for anything that does not fit together; nothing has been
@@ -88,7 +95,7 @@ class Trainer:
     self.plan = Plan.of(plan)
     self._model = model
     self._placement = Placement.of(mesh)
-    self._split = split_model(model, optimizer, trainable)
+    self._split = split_model(model, optimizer, trainable, loss)
     shapes = trace_stages(
       self._split, config.working_dtype, (config.micro_batch, config.seq_len)
     )

@@ -11,8 +11,9 @@ from flax import nnx
 from sojax.cluster.mesh import Placement
 from sojax.plan.plan import Plan
 from sojax.programs.keep import KeepPrograms, make_keep_programs
+from sojax.programs.spec import Position, StageSpec
 from sojax.programs.split_model import StageParts
-from sojax.programs.stages import Position, StagePrograms, StageSpec
+from sojax.programs.stages import StagePrograms
 from tests.training import small_gpt, trainer
 
 PLACEMENT = Placement.of(None)
@@ -74,6 +75,7 @@ def make(module):
       graphdef, jax.tree.structure(params), jax.tree.structure(rest)
     ),
     position=Position.MIDDLE,
+    loss=None,
     trained=tuple(range(len(leaves))),
     tied=(),
     units=(),

@@ -32,10 +32,13 @@ def test_example_trains_saves_and_draws(run_example, tmp_path):
   assert (tmp_path / "runs/mine.perfetto.json").is_file()
 
 
-def test_model_of_ones_own_trains(run_example):
+@pytest.mark.parametrize(
+  "section", ["A model of your own", "A model in stages"]
+)
+def test_model_of_ones_own_trains(run_example, section):
   # Bytes cost 3.3 nats by their own frequencies, 2.4 by those after the byte
   # before: the figures of experiments.bigram for this text.
-  assert 2.0 < run_example("A model of your own") < 3.0
+  assert 2.0 < run_example(section) < 3.0
 
 
 def test_names_and_plan_of_the_text_exist():

@@ -73,8 +73,15 @@ def test_a_wrong_batch_is_refused_and_changes_nothing(batch, message):
     assert ours.num_steps == 0
 
 
-class NoStages(nnx.Module):
-  """A model without stages()."""
+class Plain:
+  """No Flax module."""
+
+
+class Empty(nnx.Module):
+  """A model of no stages."""
+
+  def stages(self):
+    return []
 
 
 class Repeats(nnx.Module):
@@ -125,13 +132,23 @@ class Last(nnx.Module):
     return wrong.sum() if self.kind == "scalar" else wrong
 
 
+class Pooled(nnx.Embed):
+  """Returns one number for each position."""
+
+  def __init__(self):
+    super().__init__(VOCAB_SIZE, 8, rngs=nnx.Rngs(0))
+
+  def __call__(self, inputs):
+    return super().__call__(inputs).sum(-1)
+
+
 class Chain(nnx.Module):
   """An embedding, some middle stage, and a loss; a scalar Param in it."""
 
-  def __init__(self, middle, *, last=True, loss="scalar"):
+  def __init__(self, middle, *, loss="scalar"):
     self.embed = nnx.Embed(VOCAB_SIZE, 8, rngs=nnx.Rngs(0))
     self.middle = globals()[middle]()
-    self.last = Last(loss) if last else Double()
+    self.last = Last(loss)
 
   def stages(self):
     return [
@@ -172,15 +189,24 @@ def test_stages_without_parameters_and_with_scalars_train(precision, weights):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ({"model": NoStages()}, "NoStages has no stages()"),
+    ({"model": Plain()}, "Plain; it must be a Flax NNX module"),
+    ({"model": Empty()}, "gave no stage"),
     ({"model": Repeats()}, "stage name 'a' repeats"),
-    ({"model": Repeats(("a",))}, "stages.. gave 1 stage; at least 2"),
     ({"model": abstract_gpt(small_gpt().config)}, "embed.* is abstract"),
     ({"model": Outside()}, "extra of the model is in none of its stages"),
     ({"model": Shared()}, "one Variable in two stages.*rngs.fork"),
     ({"model": Chain("Pair")}, "'middle' returns .*one floating-point array"),
     ({"model": Chain("Grows")}, "'middle' changes which other state"),
-    ({"model": Chain("Double", last=False)}, "without loss"),
+    (
+      {"model": nnx.Embed(256, 8, rngs=nnx.Rngs(0)), "loss": 3},
+      "loss is a int",
+    ),
+    ({"loss": lambda y, targets, mask: mask}, r"shape \(4, 24\); it must be"),
+    (
+      {"loss": lambda y, targets, mask: 1},
+      "returns .*int32.*one floating-point",
+    ),
+    ({"model": Pooled()}, r"must return logits \(4, 24, 'vocabulary size'\)"),
     ({"model": Chain("Double", loss="vector")}, r"shape \(4, 24\); it must be"),
     ({"plan": None}, "plan is a NoneType"),
     ({"plan": {"pool_threads": 5000}}, "num_threads=5000"),

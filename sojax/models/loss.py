@@ -1,4 +1,4 @@
-"""Cross entropy of a language model whose logits never exist all at once.
+"""Losses: sums over positions of mask times cross entropy, or a user's own.
 
 Shape suffixes: B batch, T sequence, D model dim, V vocabulary; C number of
 chunks and N tokens in a chunk.
@@ -6,12 +6,62 @@ chunks and N tokens in a chunk.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from sojax.models import varying
+
+Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(what a model returns, targets_BT, mask_BT) -> a float32 scalar: the sum over
+positions of mask times the loss. Whoever trains divides by the sum of masks."""
+
+
+def loss_function(module: Any, loss: Loss | None = None) -> Loss:
+  """Returns the function from a last stage's input to its loss.
+
+  Args:
+    module: the last stage.
+    loss: a loss of what the module returns. None takes the module's own method
+      `loss(x, targets_BT, mask_BT)`, of its input, if it has one; else the
+      module must return logits, and the loss is `cross_entropy`.
+  """
+  own: Loss | None = getattr(module, "loss", None)
+  if loss is None and callable(own):
+    return own
+  of_output = loss or cross_entropy
+  return lambda x, targets, mask: of_output(module(x), targets, mask)
+
+
+def cross_entropy(
+  logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array
+) -> jax.Array:
+  """Computes the sum over positions of mask times cross entropy, in float32.
+
+  Args:
+    logits_BTV: floating point.
+    targets_BT: integers in [0, V); one outside of it makes the loss NaN.
+    mask_BT: weight of each position.
+
+  Returns:
+    A float32 scalar.
+
+  Raises:
+    ValueError: if the shapes do not match.
+  """
+  if logits_BTV.ndim != 3 or logits_BTV.shape[:2] != targets_BT.shape:
+    raise ValueError(
+      f"the model returns {logits_BTV.dtype} {logits_BTV.shape}; it must return"
+      f" logits {(*targets_BT.shape, 'vocabulary size')}, or be given a loss="
+    )
+  loss_BT = optax.softmax_cross_entropy_with_integer_labels(
+    logits_BTV.astype(jnp.float32), targets_BT
+  )
+  return jnp.sum(mask_BT * loss_BT)
 
 
 def chunked_cross_entropy(

@@ -1,7 +1,8 @@
 """Stages: the consecutive parts in which a model is trained."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, cast
 
 from flax import nnx
 
@@ -11,9 +12,8 @@ class Stage:
   """One part of a model, with a forward and a backward of its own.
 
   Stages run in order, each on what the one before it returned. The first takes
-  int32 tokens [B, T]; the module of the last has, besides its forward, a method
-  `loss(x_BTD, targets_BT, mask_BT)` that returns a float32 scalar: the sum over
-  positions of mask times the loss. Modules compute in the dtype of their
+  int32 tokens [B, T]; what the last returns, the loss is computed from (see
+  `sojax.models.loss.loss_function`). Modules compute in the dtype of their
   parameters.
 
   An `nnx.Param` object that appears in several stages is tied: it is trained
@@ -36,14 +36,15 @@ class Stage:
       )
 
 
-@runtime_checkable
-class SupportsStages(Protocol):
-  """A model that says into which parts it can be cut.
+def stages_of(model: nnx.Module) -> list[Stage]:
+  """Returns the parts of a model in forward order.
 
-  If it also has an attribute `vocab_size`, tokens outside [0, vocab_size) are
-  refused before they reach the device.
+  Those are what its method `stages()` returns, which together must hold every
+  Param of the model, or the whole model as the only one. If the model has an
+  attribute `vocab_size`, tokens outside [0, vocab_size) are refused before they
+  reach the device.
   """
-
-  def stages(self) -> list[Stage]:
-    """Returns the parts in forward order; together they hold every Param."""
-    ...
+  stages: Any = getattr(model, "stages", None)
+  if callable(stages):  # a module may have a list of that name
+    return list(cast(Iterable[Stage], stages()))
+  return [Stage(name="model", module=model)]

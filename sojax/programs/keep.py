@@ -21,15 +21,11 @@ from jax.extend import core
 
 from sojax.cluster.mesh import Placement
 from sojax.plan.plan import Plan
+from sojax.programs.deliver import deliver
 from sojax.programs.manual import manual_jit
+from sojax.programs.spec import BackwardOut, StageSpec
 from sojax.programs.split_model import SplitModel
-from sojax.programs.stages import (
-  BackwardOut,
-  StagePrograms,
-  StageSpec,
-  deliver,
-  pull_back,
-)
+from sojax.programs.stages import StagePrograms, pull_back
 from sojax.programs.trace import StageShapes
 
 _X, _Y, _FIRST_ARRAY = range(3)

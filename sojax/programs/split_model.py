@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sojax.models.stage import Stage
+from sojax.models.stage import Stage, stages_of
 from sojax.plan.adamw import AdamW, Optimizer, Partition
 from sojax.plan.buckets import Leaf, ModelShape
 
@@ -59,6 +59,7 @@ class SplitModel:
     used: for each stage, the model leaf at each place of `parts.params_def`.
     params: the model's own Variable of each leaf.
     other: for each stage its other state (rng keys and counts, statistics).
+    loss: the caller's own loss; see `sojax.models.loss.loss_function`.
   """
 
   shape: ModelShape
@@ -67,6 +68,7 @@ class SplitModel:
   used: tuple[tuple[int, ...], ...]
   params: tuple[nnx.Variable, ...]
   other: tuple[tuple[Any, ...], ...]
+  loss: Callable[..., Any] | None = None
 
   def write_other(self, other: Sequence[Sequence[Any]]) -> None:
     """Writes each stage's other state into the model's own modules."""
@@ -77,24 +79,34 @@ class SplitModel:
 
 
 def split_model(
-  model: Any, optimizer: Optimizer, trainable: Any = nnx.Param
+  model: Any,
+  optimizer: Optimizer,
+  trainable: Any = nnx.Param,
+  loss: Callable[..., Any] | None = None,
 ) -> SplitModel:
-  """Splits a model with `stages()` into parameters and the rest.
+  """Splits a model into stages, and these into parameters and the rest.
 
   Args:
-    model: a Flax NNX module with `stages()`; its Params may be abstract.
+    model: a Flax NNX module, of one stage if it has no `stages()`; its Params
+      may be abstract.
     optimizer: gives every trained parameter its hyper-parameter group.
     trainable: an nnx filter over the model's Params; the others stay as they
       are.
+    loss: see `sojax.models.loss.loss_function`.
 
   Returns:
     The parts.
 
   Raises:
-    ValueError: if the model has no stages, stage names repeat, a Param is in no
-      stage, other state is in two, nothing is trained, or masks or labels do
-      not fit the trained parameters.
+    ValueError: if it is not a module, stage names repeat, a Param is in no
+      stage, other state is in two, nothing is trained, masks or labels do not
+      fit the trained parameters, or the loss cannot be called.
   """
+  if loss is not None and not callable(loss):
+    raise ValueError(
+      f"loss is a {type(loss).__name__}; it must be a function of (y, targets,"
+      " mask)"
+    )
   stages = _stages(model)
   groups = _Groups(model, optimizer, trainable)
   collected = _Collected(groups)
@@ -116,6 +128,7 @@ def split_model(
     used=tuple(collected.used),
     params=tuple(collected.params),
     other=tuple(collected.other),
+    loss=loss,
   )
 
 
@@ -199,20 +212,17 @@ class _Collected:
 
 
 def _stages(model: Any) -> list[Stage]:
-  if not callable(getattr(model, "stages", None)):
+  if not isinstance(model, nnx.Module):
     raise ValueError(
-      f"{type(model).__name__} has no stages(); a model without stages is not"
-      " there yet"
+      f"model is a {type(model).__name__}; it must be a Flax NNX module"
     )
-  stages = list(model.stages())
+  stages = stages_of(model)
   names = [stage.name for stage in stages]
   repeated = sorted({name for name in names if names.count(name) > 1})
   if repeated:
     raise ValueError(f"stage name {repeated[0]!r} repeats; names must differ")
-  if len(stages) < 2:
-    raise ValueError(
-      f"stages() gave {len(stages)} stage; at least 2 are needed"
-    )
+  if not stages:
+    raise ValueError("stages() gave no stage; at least one is needed")
   return stages
 
 

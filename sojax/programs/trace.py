@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sojax.models.loss import loss_function
 from sojax.programs.split_model import SplitModel
 
 
@@ -33,7 +34,7 @@ def trace_stages(
 
   Raises:
     ValueError: if a stage returns something else than one floating-point array,
-      or changes which other state it has, if the last stage has no loss, or
+      or changes which other state it has, if the loss is no float32 scalar, or
       whatever the model itself objects to, such as a sequence too long for it.
   """
   leaves = [
@@ -52,10 +53,10 @@ def trace_stages(
       raise ValueError(
         f"stage {name!r} returns {y}; it must return one floating-point array"
       )
-    if last and y.shape != ():
+    if last and (y.shape, y.dtype) != ((), jnp.float32):
       raise ValueError(
-        f"the loss of stage {name!r} has shape {y.shape}; it must be a scalar:"
-        " the sum over positions of mask * loss"
+        f"the loss of stage {name!r} is {y.dtype} of shape {y.shape}; it must"
+        " be a float32 scalar: the sum over positions of mask * loss"
       )
     shapes.append(StageShapes(x, y))
     x = y
@@ -74,13 +75,9 @@ def _trace(
 
   def run(params, other, x, *targets):
     module = parts.merge(params, other)
-    if targets and not callable(getattr(module, "loss", None)):
-      raise ValueError(
-        f"the last stage, {name!r}, is a {type(module).__name__} without"
-        " loss(x, targets, mask)"
-      )
     module.train()
-    y = module.loss(x, *targets) if targets else module(x)
+    to_loss = loss_function(module, split.loss)
+    y = to_loss(x, *targets) if targets else module(x)
     changed = not parts.has_state_of(module)
     if changed:
       raise ValueError(

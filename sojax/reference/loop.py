@@ -15,7 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from sojax.models.stage import SupportsStages
+from sojax.models.loss import Loss, loss_function
+from sojax.models.stage import stages_of
 from sojax.plan.config import TrainConfig
 
 Variant = Literal["one_jit", "two_jits"]
@@ -27,6 +28,7 @@ class StagedModel:
 
   Args:
     model: what to train; it is only read.
+    loss: a loss of what the model returns, as the Trainer takes it.
 
   Attributes:
     params: its parameters, float32 copies, by "stage.path.to.leaf". A tied one
@@ -34,14 +36,15 @@ class StagedModel:
     other: all other state (keys and counts of dropout, ...) by stage, copies.
   """
 
-  def __init__(self, model: SupportsStages):
+  def __init__(self, model: nnx.Module, loss: Loss | None = None):
+    self._loss = loss
     self.params: Params = {}
     self.other: list[nnx.State] = []
     self._graphdefs = []
     self._names: list[list[str]] = []
     self._treedefs = []
     owners: dict[int, str] = {}
-    for stage in model.stages():
+    for stage in stages_of(model):
       graphdef, params, other = nnx.split(stage.module, nnx.Param, ...)
       names = []
       for path, param in nnx.to_flat_state(params):
@@ -94,12 +97,15 @@ class StagedModel:
     params = jax.tree.unflatten(self._treedefs[i], leaves)
     # A copy: without, the module's counts are those of `other`.
     module = nnx.merge(self._graphdefs[i], params, other, copy=True)
-    y = module(x) if targets is None else module.loss(x, *targets)
+    if targets is None:
+      y = module(x)
+    else:
+      y = loss_function(module, self._loss)(x, *targets)
     return y, nnx.split(module, nnx.Param, ...)[2]
 
 
 class Loop:
-  """Trains a model with stages by jit and optax alone.
+  """Trains a model by jit and optax alone.
 
   The loss of a step is the sum over its unmasked tokens divided by their number
   in the whole batch.
@@ -112,6 +118,7 @@ class Loop:
     variant: "one_jit" computes gradients, rematerialising each block, and
       updates in one program; "two_jits" keeps all activations and updates in a
       second program. Both donate all that they replace.
+    loss: a loss of what the model returns, as the Trainer takes it.
 
   Attributes:
     params: the float32 parameters by name. Replaced, and the old ones deleted,
@@ -122,17 +129,18 @@ class Loop:
 
   def __init__(
     self,
-    model: SupportsStages,
+    model: nnx.Module,
     optimizer: optax.GradientTransformation,
     config: TrainConfig,
     *,
     variant: Variant = "two_jits",
+    loss: Loss | None = None,
   ):
     if variant not in ("one_jit", "two_jits"):
       raise ValueError(f"variant={variant!r} is not one of one_jit, two_jits")
     self.config = config
     self.variant = variant
-    self._staged = StagedModel(model)
+    self._staged = StagedModel(model, loss)
     self._optimizer = optimizer
     if config.clip_norm is not None:
       clip = optax.clip_by_global_norm(config.clip_norm)

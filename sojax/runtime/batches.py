@@ -8,7 +8,7 @@ import numpy as np
 
 from sojax.cluster.mesh import Placement
 from sojax.plan.config import TrainConfig
-from sojax.programs.stages import Targets
+from sojax.programs.spec import Targets
 from sojax.runtime.step import MicroBatch
 
 _KEYS = ("tokens", "loss_mask")

@@ -44,8 +44,7 @@ class Compute:
   def forward(self, task: Task, step: Step) -> Wait:
     """Issues a stage's forward; what backward needs stays in the step."""
     stage = _stage(task)
-    tokens = step.batches[task.micro].inputs
-    x = tokens if stage == 0 else step.inputs.pop(stage)
+    x = _input(task, step)
     other = step.other[stage]
     params = self._weights.of_use(task, step)
     if stage in self._keep_programs:
@@ -68,6 +67,7 @@ class Compute:
     if stage == self._last:
       dy = step.batches[task.micro].targets
       step.other_into[stage] = step.other[stage]
+      step.inputs[stage] = _input(task, step)
     else:
       dy = step.grad
     if stage in self._keep_programs:
@@ -130,6 +130,13 @@ class Compute:
 def _stage(task: Task) -> int:
   assert task.stage is not None
   return task.stage
+
+
+def _input(task: Task, step: Step) -> jax.Array:
+  """Takes the input of a stage that runs for the first time."""
+  if task.stage == 0:
+    return step.batches[task.micro].inputs
+  return step.inputs.pop(_stage(task))
 
 
 def _wait(array: jax.Array) -> None:

@@ -10,7 +10,7 @@ from sojax.host.wire import WireBuffer
 from sojax.plan.adamw import AdamScalars
 from sojax.plan.buckets import Bucket
 from sojax.programs.keep import Kept
-from sojax.programs.stages import Targets
+from sojax.programs.spec import Targets
 from sojax.programs.validate import ScaleState, Verdict
 
 

@@ -1,0 +1,114 @@
+"""What shapes the programs of a stage, and what they take and return."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from sojax.programs.flatten import UnitSpec
+from sojax.programs.split_model import StageParts
+
+
+class Position(enum.Enum):
+  """Where a stage stands; it decides what goes in and comes out."""
+
+  FIRST = "first"  # takes tokens, gives activations
+  MIDDLE = "middle"  # takes and gives activations
+  LAST = "last"  # takes activations, gives the loss
+  ONLY = "only"  # takes tokens, gives the loss
+
+  @property
+  def is_first(self) -> bool:
+    """Whether it takes tokens."""
+    return self in (Position.FIRST, Position.ONLY)
+
+  @property
+  def is_last(self) -> bool:
+    """Whether it gives the loss."""
+    return self in (Position.LAST, Position.ONLY)
+
+  @classmethod
+  def of(cls, stage: int, num_stages: int) -> "Position":
+    """Returns the position of a stage among `num_stages`."""
+    first, last = stage == 0, stage == num_stages - 1
+    if first and last:
+      return cls.ONLY
+    return cls.FIRST if first else cls.LAST if last else cls.MIDDLE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSpec:
+  """Everything that shapes a stage's programs.
+
+  Attributes:
+    parts: how to put the module together.
+    position: where the stage stands.
+    loss: the caller's own loss, in the last stage; see
+      `sojax.models.loss.loss_function`.
+    trained: places of the trained parameters that the stage owns.
+    tied: places of the trained parameters that it borrows.
+    units: the wire units of its gradients.
+    grad_dtype: dtype of gradients on the wire.
+    reuses_dy: whether the input's gradient can take the place of the output's.
+  """
+
+  parts: StageParts
+  position: Position
+  loss: Callable[..., Any] | None
+  trained: tuple[int, ...]
+  tied: tuple[int, ...]
+  units: tuple[UnitSpec, ...]
+  grad_dtype: str
+  reuses_dy: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+  """What the last stage needs beside activations.
+
+  Attributes:
+    tokens: int32 [B, T], the tokens to predict.
+    mask: float32 [B, T], weight of each position.
+    scale: float32 scalar; the loss is this times the masked sum: one over the
+      global batch's number of unmasked tokens.
+    loss_scale: float32 scalar; gradients are those of this times the loss.
+  """
+
+  tokens: jax.Array
+  mask: jax.Array
+  scale: jax.Array
+  loss_scale: jax.Array
+
+
+jax.tree_util.register_dataclass(Targets)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardOut:
+  """What a backward program returns; unused fields are empty.
+
+  Attributes:
+    dx: gradient of the stage's input.
+    tied: gradients of borrowed parameters, in the order of `StageSpec.tied`.
+    partial: float32 sums of gradients over the micro-batches so far, in the
+      order of `StageSpec.trained`; from all micro-batches but the last.
+    units: gradients as wire units; from the last micro-batch.
+    sumsq: float32 [len(trained)], sum of squares of each parameter's gradient
+      as it crosses the wire; zeros from all micro-batches but the last. It is
+      never donated, so it tells when the program has ended.
+    loss: float32 scalar, from the last stage.
+    other: the stage's new other state, from the last stage.
+  """
+
+  sumsq: jax.Array
+  dx: jax.Array | None = None
+  tied: tuple[jax.Array, ...] = ()
+  partial: tuple[jax.Array, ...] = ()
+  units: tuple[jax.Array, ...] = ()
+  loss: jax.Array | None = None
+  other: tuple[jax.Array, ...] = ()
+
+
+jax.tree_util.register_dataclass(BackwardOut)
