@@ -1,5 +1,5 @@
-// The Python module sojax._cpu_ops. Every argument is checked before anything
-// is changed and while the GIL is held.
+// The Python module sojax._cpu_ops. Every argument of a kernel is checked
+// before anything is changed and while the GIL is held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,6 +12,7 @@
 #include "dispatch.h"
 #include "fp_mode.h"
 #include "pool.h"
+#include "sink_bindings.h"
 #include "update.h"
 
 namespace py = pybind11;
@@ -133,7 +134,8 @@ class Kernels {
 };
 
 PYBIND11_MODULE(_cpu_ops, module) {
-  module.doc() = "The host kernels; sojax.host.kernels is their public face.";
+  module.doc() =
+      "Kernels and gradient sinks; their public faces are in sojax.host.";
   module.attr("CHUNK_ELEMS") = kChunkElems;
   module.def("available_isas", &AvailableIsas);
   py::class_<AdamParams>(module, "AdamParams")
@@ -149,6 +151,7 @@ PYBIND11_MODULE(_cpu_ops, module) {
       .def("widen", &Kernels::Widen, py::arg("segments"))
       .def("accumulate", &Kernels::Accumulate, py::arg("segments"))
       .def("close", &Kernels::Close);
+  BindGradientSink(module);
 }
 
 }  // namespace

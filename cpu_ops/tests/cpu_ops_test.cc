@@ -7,8 +7,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -21,17 +19,10 @@
 #include "../fp_mode.h"
 #include "../pool.h"
 #include "../update.h"
+#include "check.h"
 
 namespace sojax {
 namespace {
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (false)
 
 template <class Error, class Function>
 std::string MessageOf(const Function& function) {
