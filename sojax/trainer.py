@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,24 @@ from jax.sharding import Mesh
 
 from sojax import checkpoint
 from sojax.cluster.mesh import Placement
-from sojax.graph.graph import TaskKind
 from sojax.graph.schedule import schedule
 from sojax.graph.timeline import Timeline
-from sojax.host.kernels import Pool, cpu_info
 from sojax.models.loss import Loss
 from sojax.plan.account import make_account
 from sojax.plan.adamw import Optimizer
 from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan, WireDtypes
-from sojax.programs.keep import (
-  KeepPrograms,
-  make_keep_programs,
-  trace_kept_bytes,
-)
+from sojax.programs.keep import make_keep_programs, trace_kept_bytes
 from sojax.programs.split_model import split_model
-from sojax.programs.stages import StagePrograms, make_stage_programs
+from sojax.programs.stages import make_stage_programs
 from sojax.programs.trace import trace_stages
-from sojax.runtime.activations import Activations
 from sojax.runtime.batches import Batches
-from sojax.runtime.compute import Compute
-from sojax.runtime.executor import Action, Executor
-from sojax.runtime.gradients_out import GradientsOut
+from sojax.runtime.executor import Executor
 from sojax.runtime.metrics import StepMetrics
+from sojax.runtime.parts import Parts
 from sojax.runtime.run import StepError
-from sojax.runtime.state import TrainState
 from sojax.runtime.step import Step
-from sojax.runtime.updates import DeviceUpdates, HostUpdates
-from sojax.runtime.validation import Validation
-from sojax.runtime.weights_in import make_weights
 
 
 class Trainer:
@@ -109,7 +97,12 @@ class Trainer:
     input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
     self.graph = schedule(self.layout, self.plan, config, input_bytes)
     programs = make_stage_programs(
-      self._split, self.layout, shapes, wire.grad, self._placement
+      self._split,
+      self.layout,
+      shapes,
+      wire.grad,
+      self.plan.transport(self.layout.model.num_stages),
+      self._placement,
     )
     keeping = make_keep_programs(programs, self.plan, self._placement)
     self.account = make_account(
@@ -119,28 +112,32 @@ class Trainer:
       input_bytes,
       trace_kept_bytes(self._split, keeping, shapes, config.working_dtype),
     )
-    self._start(programs, keeping)
+    vocab_size = getattr(model, "vocab_size", None)
+    self._batches = Batches(config, vocab_size, self._placement)
+    self._start(
+      Parts(
+        self._split,
+        self.layout,
+        self.plan,
+        config,
+        programs,
+        keeping,
+        self._placement,
+      )
+    )
 
-  def _start(
-    self,
-    programs: Sequence[StagePrograms],
-    keeping: Mapping[int, KeepPrograms],
-  ) -> None:
-    """Makes what carries out the tasks, and starts the threads."""
-    self._pool = Pool(self.plan.pool_threads or cpu_info().cores)
-    self._state = TrainState(
-      self._split, self.layout, self.config.active_loss_scale, self._placement
+  def _start(self, parts: Parts) -> None:
+    """Starts the threads that carry out the tasks."""
+    self._parts = parts
+    self._state = parts.state
+    self._weights = parts.weights
+    self._compute = parts.compute
+    self._executor = Executor(
+      self.graph,
+      parts.actions(),
+      interrupt=parts.gradients_out.interrupt,
+      reset=parts.gradients_out.reset,
     )
-    vocab_size = getattr(self._model, "vocab_size", None)
-    self._batches = Batches(self.config, vocab_size, self._placement)
-    self._weights = make_weights(
-      self._split, self.layout, self.plan, self.config, self._placement
-    )
-    self._weights.load(self._state.masters())
-    self._compute = Compute(
-      self._split, self.layout, programs, keeping, self._weights
-    )
-    self._executor = Executor(self.graph, self._actions())
     self._broken: StepError | None = None
     self._finalizer = weakref.finalize(self, self._executor.close)
 
@@ -283,38 +280,13 @@ class Trainer:
   def close(self) -> None:
     """Ends the threads, after the work under way; may be called again."""
     self._finalizer()
-    self._pool.close()
+    self._parts.close()
 
   def __enter__(self) -> "Trainer":
     return self
 
   def __exit__(self, *exc_info: object) -> None:
     self.close()
-
-  def _actions(self) -> dict[TaskKind, Action]:
-    validation = Validation(
-      self._state, self.layout.model.groups, self.config, self._placement
-    )
-    host = HostUpdates(self.layout, self._state, self._weights, self._pool)
-    device = DeviceUpdates(
-      self.layout,
-      self._state,
-      self._weights,
-      self.config.working_dtype,
-      self._placement,
-    )
-    activations = Activations(self._placement)
-    return {
-      TaskKind.FORWARD: self._compute.forward,
-      TaskKind.BACKWARD: self._compute.backward,
-      TaskKind.GRAD_OUT: GradientsOut(self._placement).grad_out,
-      TaskKind.VALIDATE: validation.validate,
-      TaskKind.HOST_UPDATE: host.host_update,
-      TaskKind.DEVICE_UPDATE: device.device_update,
-      TaskKind.WEIGHT_IN: self._weights.weight_in,
-      TaskKind.ACTIVATION_OUT: activations.activation_out,
-      TaskKind.ACTIVATION_IN: activations.activation_in,
-    }
 
   @contextlib.contextmanager
   def _noting_failures(self) -> Iterator[None]:

@@ -80,6 +80,8 @@ def make(module):
     tied=(),
     units=(),
     grad_dtype="float32",
+    transport="dma",
+    leaving=(),
     reuses_dy=False,
   )
   other = tuple(put(x) for x in jax.tree.leaves(rest))

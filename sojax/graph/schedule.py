@@ -8,8 +8,10 @@
                                                    `-> next Forward(stage) <-'
 
 The last stage has no Forward of its own: its Backward computes the loss and its
-gradients at once. The input of a stage that offloads leaves while its Forward
-runs, and comes back while the Backward of the stage after it runs:
+gradients at once. Where Backward itself delivers its gradients to the host,
+GradOut begins when Backward does, not after it. The input of a stage that
+offloads leaves while its Forward runs, and comes back while the Backward of the
+stage after it runs:
 
     Forward(i-1) -> ActivationOut(i) -> Forward(i+1)
                          `-> ActivationIn(i) -> Backward(i)
@@ -80,6 +82,8 @@ class _Builder:
     self._config = config
     self._wire = WireDtypes.of(plan, config)
     self._input_bytes = stage_input_bytes
+    transport = plan.transport(layout.model.num_stages)
+    self._delivers_itself = transport != "dma"
     policies = plan.activations_by_stage(layout.model.num_stages)
     self._offloading = {
       stage for stage, policy in enumerate(policies) if policy == "offload"
@@ -151,6 +155,10 @@ class _Builder:
       buckets = self._layout.used_by(stage)
       arrivals = [self._arrivals.get(bucket.index) for bucket in buckets]
       self._carry(use, arrivals)
+    if self._delivers_itself:
+      for bucket, out in self._outs.items():
+        stage = self._layout.buckets[bucket].stage
+        self._carry(out, self.tasks[self._grads[stage]].prev_deps)
     window = min(self._plan.flow_window, len(self._uses))
     for place, fetches in enumerate(self._fetches):
       for fetch in fetches:
@@ -190,7 +198,7 @@ class _Builder:
             TaskKind.GRAD_OUT,
             Lane.D2H,
             bucket=bucket,
-            deps=(index,),
+            deps=deps if self._delivers_itself else (index,),
             bytes=bucket.size * self._wire.grad_bytes,
           )
     self._move_inputs(use)

@@ -21,7 +21,8 @@ class Account:
       pinned), "ring" (weight-stationary, pinned), "gradients" (pinned) and
       "stage_inputs" (activations="offload", pinned).
     device: device memory: "weights" (in weight-flow those of the window),
-      "device_buckets" (masters and moments), "gradients" (on their way out),
+      "device_buckets" (masters and moments), "gradients" (what programs return
+      of them: not those that leave while a program runs),
       "tied_gradients", "partial_sums" (accumulation), "stage_inputs" and
       "residuals" (activations="keep").
   """
@@ -101,6 +102,8 @@ def make_account(
     for shape, count in ring_counts(layout, plan).items()
   )
   inputs = _StageInputs.of(layout, plan, stage_input_bytes)
+  delivered = plan.transport(layout.model.num_stages) != "dma"
+  returned = on_device if delivered else trained
   host = {
     "masters": 4 * _elems(on_host),
     "moments": 8 * _elems(_trained_on_host(layout)),
@@ -115,7 +118,7 @@ def make_account(
   device = {
     "weights": (_flowing if flow else _stationary)(layout, plan, config),
     "device_buckets": 12 * _elems(on_device),
-    "gradients": wire.grad_bytes * _elems(trained),
+    "gradients": wire.grad_bytes * _elems(b for b in returned if b.trained),
     "tied_gradients": working
     * sum(leaves[i].size for i in tied if leaves[i].trained),
     "partial_sums": 4 * _elems(trained) if config.accumulation > 1 else 0,

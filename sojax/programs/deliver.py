@@ -2,6 +2,7 @@
 
 They are added to those of borrowers and of earlier micro-batches; once they are
 complete they are rounded, cut into wire units, and their squares are summed.
+Units that leave by callback are sent from here; the program returns the others.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from sojax.host.transports import SINKS
 from sojax.programs.flatten import to_units
 from sojax.programs.spec import BackwardOut, StageSpec
 
@@ -22,6 +24,7 @@ def deliver(
   out: BackwardOut,
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
+  route: jax.Array | None,
 ) -> BackwardOut:
   """Adds to what a backward returns what becomes of its gradients.
 
@@ -33,6 +36,7 @@ def deliver(
     out: what else the backward returns.
     tied: gradients from borrowers, by place.
     partial: float32 sums over the micro-batches so far.
+    route: operand of the route of `spec.leaving`; None if nothing leaves.
   """
   # Without them XLA fuses what follows into the computation of gradients, and
   # their bits would depend on what the wire carries and on how it is cut. One
@@ -48,9 +52,21 @@ def deliver(
     rounded = _round(total, params[place].dtype)
     by_place[place] = rounded.astype(spec.grad_dtype)
   on_wire = [grad for grad in by_place if grad is not None]
+  units = to_units(by_place, spec.units)
   return dataclasses.replace(
-    out, units=to_units(by_place, spec.units), sumsq=_sums_of_squares(on_wire)
+    out, units=_send(spec, units, route), sumsq=_sums_of_squares(on_wire)
   )
+
+
+def _send(
+  spec: StageSpec, units: Sequence[jax.Array], route: jax.Array | None
+) -> tuple[jax.Array, ...]:
+  """Sends the units that leave; returns the others."""
+  for place, position in enumerate(spec.leaving):
+    assert route is not None
+    SINKS[spec.transport].send(units[position], route, place)
+  leaving = set(spec.leaving)
+  return tuple(unit for i, unit in enumerate(units) if i not in leaving)
 
 
 def _add_up(

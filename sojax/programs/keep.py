@@ -89,7 +89,8 @@ class KeepPrograms:
   Attributes:
     spec: what they were made for.
     forward: (params, other, x) -> (y, new other, Kept).
-    add: (params, Kept, dy, tied, partial) -> BackwardOut, as in StagePrograms.
+    add: (params, Kept, dy, tied, partial, route) -> BackwardOut, as in
+      StagePrograms.
     finish: the same for the last micro-batch.
   """
 
@@ -211,6 +212,7 @@ def _backward(
   dy: jax.Array,
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
+  route: jax.Array | None = None,
 ) -> BackwardOut:
   """Puts the pull-back together again and applies it.
 
@@ -234,4 +236,4 @@ def _backward(
     sumsq=jnp.zeros((len(spec.trained),), jnp.float32),
     dx=dx[0] if dx else None,
   )
-  return deliver(spec, last_micro, params, grads, out, tied, partial)
+  return deliver(spec, last_micro, params, grads, out, tied, partial, route)

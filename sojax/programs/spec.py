@@ -51,6 +51,9 @@ class StageSpec:
     tied: places of the trained parameters that it borrows.
     units: the wire units of its gradients.
     grad_dtype: dtype of gradients on the wire.
+    transport: how gradients get to the host; see `Plan.transport`.
+    leaving: places in `units` of those that backward itself delivers to the
+      host, in the order of their route's destinations; none under "dma".
     reuses_dy: whether the input's gradient can take the place of the output's.
   """
 
@@ -61,6 +64,8 @@ class StageSpec:
   tied: tuple[int, ...]
   units: tuple[UnitSpec, ...]
   grad_dtype: str
+  transport: str
+  leaving: tuple[int, ...]
   reuses_dy: bool
 
 
@@ -94,7 +99,8 @@ class BackwardOut:
     tied: gradients of borrowed parameters, in the order of `StageSpec.tied`.
     partial: float32 sums of gradients over the micro-batches so far, in the
       order of `StageSpec.trained`; from all micro-batches but the last.
-    units: gradients as wire units; from the last micro-batch.
+    units: gradients as wire units, but for `StageSpec.leaving`; from the last
+      micro-batch.
     sumsq: float32 [len(trained)], sum of squares of each parameter's gradient
       as it crosses the wire; zeros from all micro-batches but the last. It is
       never donated, so it tells when the program has ended.

@@ -32,10 +32,11 @@ class StagePrograms:
     forward: (params, other, x) -> (y, new other).
     evaluate: (params, other, x) -> y, without dropout; in the last stage
       (params, other, x, Targets) -> loss.
-    add: (params, other, x, dy or Targets, tied, partial) -> BackwardOut, for
-      all micro-batches but the last. `tied` maps places to gradients from
-      borrowers; `partial` is empty in the first micro-batch and donated. So
-      is dy if the spec says so.
+    add: (params, other, x, dy or Targets, tied, partial, route) ->
+      BackwardOut, for all micro-batches but the last. `tied` maps places to
+      gradients from borrowers; `partial` is empty in the first micro-batch and
+      donated, as is dy if the spec says so; `route` is the operand of the
+      route of the units that leave, None if none do.
     finish: the same for the last micro-batch.
   """
 
@@ -59,6 +60,7 @@ def make_stage_programs(
   layout: Layout,
   shapes: Sequence[StageShapes],
   grad_dtype: str,
+  transport: str,
   placement: Placement,
 ) -> tuple[StagePrograms, ...]:
   """Returns the programs of every stage; equal stages share theirs.
@@ -68,11 +70,13 @@ def make_stage_programs(
     layout: how it is cut into buckets.
     shapes: what goes into each stage and comes out.
     grad_dtype: dtype of gradients on the wire.
+    transport: how gradients get to the host; see `Plan.transport`.
     placement: the mesh.
   """
   return tuple(
     _programs(
-      _stage_spec(split, layout, stage, shapes[stage], grad_dtype), placement
+      _stage_spec(split, layout, stage, shapes[stage], grad_dtype, transport),
+      placement,
     )
     for stage in range(layout.model.num_stages)
   )
@@ -90,12 +94,15 @@ def _stage_spec(
   stage: int,
   shapes: StageShapes,
   grad_dtype: str,
+  transport: str,
 ) -> StageSpec:
   model = layout.model
   used = split.used[stage]
   borrowed = set(model.borrowed[stage])
   places = [i for i, leaf in enumerate(used) if model.leaves[leaf].trained]
   buckets = [bucket for bucket in layout.of_stage(stage) if bucket.trained]
+  on_device = [bucket.on_device for bucket in buckets for _ in bucket.units]
+  leaving = [i for i, stays in enumerate(on_device) if not stays]
   position = Position.of(stage, model.num_stages)
   return StageSpec(
     parts=split.parts[stage],
@@ -105,6 +112,8 @@ def _stage_spec(
     tied=tuple(i for i in places if used[i] in borrowed),
     units=unit_specs(buckets, used),
     grad_dtype=grad_dtype,
+    transport=transport,
+    leaving=() if transport == "dma" else tuple(leaving),
     reuses_dy=position is Position.MIDDLE and shapes.x == shapes.y,
   )
 
@@ -154,9 +163,10 @@ def _backward(
   dy: jax.Array | Targets,
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
+  route: jax.Array | None = None,
 ) -> BackwardOut:
   grads, out = _differentiate(spec, params, other, x, dy)
-  return deliver(spec, last_micro, params, grads, out, tied, partial)
+  return deliver(spec, last_micro, params, grads, out, tied, partial, route)
 
 
 def _differentiate(
