@@ -25,7 +25,7 @@ from sojax.plan.plan import Plan, WireDtypes
 from sojax.programs.keep import make_keep_programs, trace_kept_bytes
 from sojax.programs.split_model import split_model
 from sojax.programs.stages import make_stage_programs
-from sojax.programs.trace import trace_stages
+from sojax.programs.trace import backward_order, trace_stages
 from sojax.runtime.batches import Batches
 from sojax.runtime.executor import Executor
 from sojax.runtime.metrics import StepMetrics
@@ -93,6 +93,7 @@ class Trainer:
       bucket_bytes=self.plan.bucket_bytes,
       elem_bytes=wire.grad_bytes,
       device_buckets=self.plan.device_buckets,
+      backward_order=backward_order(self._split, shapes),
     )
     input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
     self.graph = schedule(self.layout, self.plan, config, input_bytes)

@@ -61,7 +61,12 @@ def deliver(
 def _send(
   spec: StageSpec, units: Sequence[jax.Array], route: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-  """Sends the units that leave; returns the others."""
+  """Sends the units that leave; returns the others.
+
+  Nothing here says when: no delivery depends on another. XLA's CPU backend runs
+  one right after what computes its gradient, as that frees memory, and so while
+  the rest of backward is still to come.
+  """
   for place, position in enumerate(spec.leaving):
     assert route is not None
     SINKS[spec.transport].send(units[position], route, place)

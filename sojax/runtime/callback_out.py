@@ -1,6 +1,7 @@
 """Gradients that backward delivers to the host while it runs."""
 
 import jax
+import numpy as np
 
 from sojax.cluster.mesh import Placement
 from sojax.graph.graph import Task
@@ -39,6 +40,10 @@ class CallbackOut(GradientsOut):
       for bucket in layout.buckets
       if bucket.trained and not bucket.on_device
     }
+    self._grads = {
+      bucket: [_read_only(buffer.view_inout) for buffer in buffers]
+      for bucket, buffers in self._buffers.items()
+    }
     self._routes = {}
     self._places: dict[int, range] = {}
     (device,) = placement.mesh.devices.flat
@@ -61,9 +66,7 @@ class CallbackOut(GradientsOut):
 
     def wait() -> None:
       self._sink.wait(route, self._places[bucket], ticket=step.number)
-      step.host_grads[bucket] = [
-        buffer.view_inout for buffer in self._buffers[bucket]
-      ]
+      step.host_grads[bucket] = self._grads[bucket]
 
     return wait
 
@@ -82,3 +85,9 @@ class CallbackOut(GradientsOut):
   def close(self) -> None:
     """Ends all waits; programs that still deliver fail."""
     self._sink.close()
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+  view = array.view()
+  view.flags.writeable = False
+  return view
