@@ -29,6 +29,7 @@ from sojax.programs.keep import (
   make_keep_programs,
   trace_kept_bytes,
 )
+from sojax.programs.needs import trace_needs
 from sojax.programs.split_model import split_model
 from sojax.programs.stages import StagePrograms, make_stage_programs
 from sojax.programs.trace import trace_stages
@@ -77,8 +78,9 @@ class Trainer:
       optimizer: from `sojax.adamw` or `sojax.partition`.
       config: batch, precision and clipping.
       plan: "auto", a Plan, or a mapping of its switches.
-      mesh: None for the first device, or a mesh of one device with the axes
-        "data" and "seq".
+      mesh: None for the first device, or a mesh with the axes "data" and "seq"
+        (of one device), of any axis type: every device takes micro_batch rows
+        of a micro-batch, and owns its part of weights and optimizer state.
       trainable: nnx filter of the Params that are trained. All modules run in
         training mode (dropout, statistics), whether theirs are or not.
       loss: (what the model returns, targets [B, T], mask [B, T]) -> the sum of
@@ -105,11 +107,17 @@ class Trainer:
       bucket_bytes=self.plan.bucket_bytes,
       elem_bytes=wire.grad_bytes,
       device_buckets=self.plan.device_buckets,
+      num_shards=self._placement.num_devices,
     )
     input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
     self.graph = schedule(self.layout, self.plan, config, input_bytes)
     programs = make_stage_programs(
-      self._split, self.layout, shapes, wire.grad, self._placement
+      self._split,
+      self.layout,
+      shapes,
+      wire.grad,
+      config.working_dtype,
+      self._placement,
     )
     keeping = make_keep_programs(programs, self.plan, self._placement)
     self.account = make_account(
@@ -117,7 +125,8 @@ class Trainer:
       self.plan,
       config,
       input_bytes,
-      trace_kept_bytes(self._split, keeping, shapes, config.working_dtype),
+      trace_kept_bytes(self._split, keeping, shapes),
+      trace_needs(self._split, programs, shapes),
     )
     self._start(programs, keeping)
 
@@ -159,9 +168,9 @@ class Trainer:
     """Starts a training step; returns when all device work is dispatched.
 
     Args:
-      batch: "tokens", int32 [accumulation * micro_batch, seq_len + 1], and
-        perhaps "loss_mask", float32 or bool [.., seq_len]: the weight of each
-        predicted token. The arrays may be reused afterwards.
+      batch: "tokens", int32 [accumulation * micro_batch * data ranks,
+        seq_len + 1], and perhaps "loss_mask", float32 or bool [.., seq_len]:
+        the weight of each predicted token. The arrays may be reused afterwards.
 
     Returns:
       The step's metrics, which wait when they are read.
@@ -183,7 +192,7 @@ class Trainer:
     """Returns the loss of a batch without training; dropout is off.
 
     Args:
-      batch: as for `step`, with any multiple of micro_batch rows.
+      batch: as for `step`, with any multiple of micro_batch * data ranks rows.
 
     Returns:
       The loss summed over unmasked tokens, divided by their number.

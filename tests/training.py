@@ -105,10 +105,10 @@ def record(trainer) -> list[Recorded]:
     seen.norm = step.host_verdict.norm
     seen.scalars = step.scalars
     bucket = trainer.layout.buckets[task.bucket]
-    for unit, grad in zip(
+    for unit, shards in zip(
       bucket.units, step.host_grads[task.bucket], strict=True
     ):
-      flat, offset = np.array(grad).reshape(-1), 0
+      flat, offset = np.concatenate(shards), 0
       for piece in unit.slices:
         leaf = leaves[piece.leaf]
         whole = seen.grads.setdefault(

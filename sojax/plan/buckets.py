@@ -90,7 +90,9 @@ class WireUnit:
 
   Attributes:
     slices: the slices, in the order in which their elements lie.
-    shape: a whole parameter's own shape, some of its rows, or one dimension.
+    shape: a whole parameter's own shape, some of its rows, or one dimension. On
+      several devices one dimension, with zeros after the slices, so that every
+      device has a shard of the same length.
   """
 
   slices: tuple[Slice, ...]
@@ -98,7 +100,7 @@ class WireUnit:
 
   @property
   def size(self) -> int:
-    """Number of elements."""
+    """Number of elements, zeros at the end included."""
     return math.prod(self.shape)
 
 
@@ -143,10 +145,12 @@ class Layout:
   Attributes:
     model: the model.
     buckets: in the order in which backward finishes them.
+    num_shards: devices that each own a shard of every wire unit.
   """
 
   model: ModelShape
   buckets: tuple[Bucket, ...]
+  num_shards: int = 1
 
   @property
   def on_both_sides(self) -> frozenset[int]:
@@ -160,6 +164,20 @@ class Layout:
   def of_stage(self, stage: int) -> tuple[Bucket, ...]:
     """Returns the buckets of the leaves that `stage` owns."""
     return tuple(b for b in self.buckets if b.stage == stage)
+
+  def units_used_by(self, stage: int) -> tuple[tuple[Bucket, int], ...]:
+    """Returns where the units are that hold anything `stage` computes with.
+
+    Returns:
+      Buckets, and the number of a unit in each.
+    """
+    used = set(self.model.used(stage))
+    return tuple(
+      (bucket, number)
+      for bucket in self.buckets
+      for number, unit in enumerate(bucket.units)
+      if any(s.leaf in used for s in unit.slices)
+    )
 
   def used_by(self, stage: int) -> tuple[Bucket, ...]:
     """Returns the buckets that hold anything `stage` computes with."""
@@ -175,6 +193,7 @@ def plan_buckets(
   bucket_bytes: int,
   elem_bytes: int,
   device_buckets: int = 0,
+  num_shards: int = 1,
 ) -> Layout:
   """Cuts a model into buckets in the order backward produces gradients.
 
@@ -188,6 +207,7 @@ def plan_buckets(
     bucket_bytes: soft upper limit of one bucket, in bytes on the wire.
     elem_bytes: bytes of one element on the wire (2 for bfloat16).
     device_buckets: how many of the last trained buckets live on the device.
+    num_shards: devices that each own a shard of every wire unit.
 
   Returns:
     The layout; its buckets hold every element of every leaf exactly once.
@@ -227,9 +247,9 @@ def plan_buckets(
   for stage, group, slices in cut:
     on_device = group is not None and trained >= first_on_device
     trained += group is not None
-    units = _wire_units(model, slices, elem_bytes)
+    units = _wire_units(model, slices, elem_bytes, num_shards)
     buckets.append(Bucket(len(buckets), stage, group, units, on_device))
-  return Layout(model=model, buckets=tuple(buckets))
+  return Layout(model=model, buckets=tuple(buckets), num_shards=num_shards)
 
 
 def _fill(
@@ -261,9 +281,19 @@ def _cut(index: int, leaf: Leaf, limit_elems: int) -> list[Slice]:
 
 
 def _wire_units(
-  model: ModelShape, slices: Sequence[Slice], elem_bytes: int
+  model: ModelShape,
+  slices: Sequence[Slice],
+  elem_bytes: int,
+  num_shards: int,
 ) -> tuple[WireUnit, ...]:
+  def packed(pieces: Sequence[Slice]) -> WireUnit:
+    elems = sum(piece.size for piece in pieces)
+    padded = math.ceil(elems / num_shards) * num_shards
+    return WireUnit(tuple(pieces), (padded,))
+
   def alone(piece: Slice) -> WireUnit:
+    if num_shards > 1:
+      return packed([piece])
     return WireUnit((piece,), _own_shape(piece, model.leaves[piece.leaf]))
 
   large = [s for s in slices if s.size * elem_bytes >= LARGE_SLICE_BYTES]
@@ -272,7 +302,7 @@ def _wire_units(
   if len(small) == 1:
     units.append(alone(small[0]))
   elif small:
-    units.append(WireUnit(tuple(small), (sum(s.size for s in small),)))
+    units.append(packed(small))
   return tuple(units)
 
 

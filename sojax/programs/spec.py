@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from sojax.programs.flatten import UnitSpec
+from sojax.programs.manual import ROWS, SHARDS, WHOLE, Ranks
 from sojax.programs.split_model import StageParts
 
 
@@ -38,6 +39,19 @@ class Position(enum.Enum):
     return cls.FIRST if first else cls.LAST if last else cls.MIDDLE
 
 
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+  """What a stage's parameters are put together from on several devices.
+
+  Attributes:
+    units: the wire units.
+    shapes: the shape of the parameter at each place.
+  """
+
+  units: tuple[UnitSpec, ...]
+  shapes: tuple[tuple[int, ...], ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSpec:
   """Everything that shapes a stage's programs.
@@ -52,6 +66,9 @@ class StageSpec:
     units: the wire units of its gradients.
     grad_dtype: dtype of gradients on the wire.
     reuses_dy: whether the input's gradient can take the place of the output's.
+    working_dtype: dtype of parameters on the device.
+    ranks: the devices.
+    gathered: what parameters are gathered from; None on one device.
   """
 
   parts: StageParts
@@ -62,6 +79,9 @@ class StageSpec:
   units: tuple[UnitSpec, ...]
   grad_dtype: str
   reuses_dy: bool
+  working_dtype: str
+  ranks: Ranks = Ranks(1)
+  gathered: Gathered | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +111,16 @@ class BackwardOut:
 
   Attributes:
     dx: gradient of the stage's input.
-    tied: gradients of borrowed parameters, in the order of `StageSpec.tied`.
+    tied: gradients of borrowed parameters, in the order of `StageSpec.tied`;
+      of several ranks stacked, and not yet added up.
     partial: float32 sums of gradients over the micro-batches so far, in the
-      order of `StageSpec.trained`; from all micro-batches but the last.
+      order of `StageSpec.trained`, on several devices in that of its units;
+      from all micro-batches but the last.
     units: gradients as wire units; from the last micro-batch.
-    sumsq: float32 [len(trained)], sum of squares of each parameter's gradient
-      as it crosses the wire; zeros from all micro-batches but the last. It is
-      never donated, so it tells when the program has ended.
+    sumsq: float32, sums of squares of the gradients as they cross the wire, of
+      each parameter, on several devices of each unit's shard, stacked; zeros
+      from all micro-batches but the last. It is never donated, so it tells when
+      the program has ended.
     loss: float32 scalar, from the last stage.
     other: the stage's new other state, from the last stage.
   """
@@ -112,3 +135,22 @@ class BackwardOut:
 
 
 jax.tree_util.register_dataclass(BackwardOut)
+
+# How the devices divide them, for `manual_jit`: trees of specs.
+_targets: dict[str, Any] = {
+  "tokens": ROWS,
+  "mask": ROWS,
+  "scale": WHOLE,
+  "loss_scale": WHOLE,
+}
+_backward_out: dict[str, Any] = {
+  "sumsq": SHARDS,
+  "dx": ROWS,
+  "tied": SHARDS,
+  "partial": SHARDS,
+  "units": SHARDS,
+  "loss": WHOLE,
+  "other": WHOLE,
+}
+TARGETS_SPECS = Targets(**_targets)
+BACKWARD_OUT_SPECS = BackwardOut(**_backward_out)

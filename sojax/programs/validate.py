@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from sojax.cluster.mesh import Placement
 from sojax.plan.config import LossScale
-from sojax.programs.manual import manual_jit
+from sojax.programs.manual import SHARDS, WHOLE, Ranks, manual_jit
 
 _LARGEST_SCALE = 2.0**24
 
@@ -65,12 +65,15 @@ def make_validate(
   Returns:
     A jitted function of the stages' `sumsq`, in forward order, and of the
     ScaleState of this step; it returns the verdict and the next ScaleState.
+    Every rank adds up all ranks' sums in the same order.
   """
+  ranks = Ranks(placement.num_devices)
 
   def validate(
     sumsqs: Sequence[jax.Array], state: ScaleState
   ) -> tuple[Verdict, ScaleState]:
-    total = jnp.sum(jnp.concatenate(list(sumsqs)))
+    of_rank = jnp.sum(jnp.concatenate([ranks.unstack(x) for x in sumsqs]))
+    total = jnp.sum(ranks.gather(of_rank[None])) if not ranks.alone else of_rank
     unscale = 1.0 / state.scale
     norm = jnp.sqrt(total) * unscale
     clip_scale = jnp.ones((), jnp.float32)
@@ -82,7 +85,9 @@ def make_validate(
       state = _next_scale(state, finite, loss_scale)
     return verdict, state
 
-  return manual_jit(validate, placement)
+  return manual_jit(
+    validate, placement, in_specs=(SHARDS, WHOLE), out_specs=(WHOLE, WHOLE)
+  )
 
 
 def _next_scale(

@@ -1,10 +1,10 @@
 """Gradients on their way to the host, by DMA into pinned memory."""
 
 import jax
-import numpy as np
 
-from sojax.cluster.mesh import Placement
+from sojax.cluster.mesh import Placement, pinned_host
 from sojax.graph.graph import Task
+from sojax.host.wire import host_shards
 from sojax.runtime.executor import Wait
 from sojax.runtime.step import Step
 
@@ -17,7 +17,7 @@ class GradientsOut:
   """
 
   def __init__(self, placement: Placement):
-    self._pinned_host = placement.pinned_host
+    self._pinned_host = pinned_host(placement.units)
 
   def grad_out(self, task: Task, step: Step) -> Wait:
     """Issues the transfer of a bucket's gradients."""
@@ -27,6 +27,6 @@ class GradientsOut:
     arrays = jax.device_put(list(units), self._pinned_host)
 
     def wait() -> None:
-      step.host_grads[bucket] = [np.asarray(array) for array in arrays]
+      step.host_grads[bucket] = [host_shards(array) for array in arrays]
 
     return wait

@@ -37,7 +37,7 @@ class HostUpdates:
     self._state.host[task.bucket].step(
       self._pool,
       grads,
-      [buffer.view_inout for buffer in buffers],
+      [buffer.shards_inout for buffer in buffers],
       step.scalars[bucket.group],
       step.host_verdict.grad_scale,
     )
