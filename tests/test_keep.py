@@ -154,7 +154,7 @@ def compiled(ours, stage):
     for i in ours._split.used[stage]
   )
   x = jax.ShapeDtypeStruct((16, 24, 64), np.float32)
-  y, _, kept = jax.eval_shape(keeping.forward, params, (), x)
+  y, _, kept = keeping.forward.eval_shape(params, (), x)
   left = kept.with_held((), x, y)
   return {
     "forward": recomputing.forward.lower(params, (), x),

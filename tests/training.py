@@ -53,9 +53,9 @@ def batches(count, *, rows=4, seed=0, seq_len=SEQ_LEN) -> list[dict[str, Any]]:
   return [{"tokens": t} for t in tokens.astype(np.int32)]
 
 
-def trainer(plan="auto", *, model=None, adamw=None, **changes):
+def trainer(plan="auto", *, model=None, adamw=None, mesh=None, **changes):
   return sojax.Trainer(
-    model or small_gpt(), adamw or optimizer(), config(**changes), plan
+    model or small_gpt(), adamw or optimizer(), config(**changes), plan, mesh
   )
 
 

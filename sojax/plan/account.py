@@ -23,9 +23,9 @@ class Account:
       pinned), "ring" (weight-stationary, pinned), "gradients" (pinned) and
       "stage_inputs" (activations="offload", pinned).
     device: memory of one device: "weights" (in weight-flow those of the
-      window), "device_buckets" (masters and moments), "gradients" (on their way out),
-      "tied_gradients", "partial_sums" (accumulation), "stage_inputs" and
-      "residuals" (activations="keep").
+      window), "device_buckets" (masters and moments), "gradients" (on their
+      way out), "tied_gradients", "partial_sums" (accumulation), "stage_inputs"
+      and "residuals" (activations="keep").
     network: what collectives carry in a step; see
       `sojax.plan.network.network_bytes`.
   """

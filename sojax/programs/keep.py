@@ -161,9 +161,7 @@ def trace_kept_bytes(
     rows = jax.ShapeDtypeStruct(
       (x.shape[0] * spec.ranks.number, *x.shape[1:]), x.dtype
     )
-    _, _, kept = jax.eval_shape(
-      program.forward, params, split.other[stage], rows
-    )
+    _, _, kept = program.forward.eval_shape(params, split.other[stage], rows)
     on_all = sum(x.size * x.dtype.itemsize for x in kept.arrays)
     num_bytes[stage] = on_all // spec.ranks.number
   return num_bytes

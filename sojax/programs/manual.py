@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from sojax.cluster.mesh import AXES, Placement
@@ -30,7 +31,7 @@ def manual_jit(
   in_specs: Any = WHOLE,
   out_specs: Any = WHOLE,
   donate: tuple[int, ...] = (),
-) -> Callable[..., Any]:
+) -> "Program":
   """Compiles a function as one `jax.shard_map`, manual over all axes.
 
   Args:
@@ -42,7 +43,7 @@ def manual_jit(
     donate: positions of arguments whose buffers the results may reuse.
 
   Returns:
-    The jitted function; its arguments must be placed on the mesh.
+    The program; its arguments must be placed on the mesh.
   """
   if placement.num_devices == 1:
     in_specs = out_specs = WHOLE
@@ -54,15 +55,33 @@ def manual_jit(
     check_vma=False,
   )
   jitted = jax.jit(functools.wraps(function)(mapped), donate_argnums=donate)
-  return _waiting(jitted) if placement.one_at_a_time else jitted
+  return Program(jitted, placement)
 
 
-def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
-  @functools.wraps(function)
-  def call(*args: Any) -> Any:
-    return jax.block_until_ready(function(*args))
+class Program:
+  """A jitted function of one mesh, whatever mesh its caller has set."""
 
-  return call
+  def __init__(self, jitted: Any, placement: Placement):
+    self._jitted = jitted
+    self._placement = placement
+
+  def __call__(self, *args: Any) -> Any:
+    """Dispatches the program; waits for it only where the placement says so."""
+    with jax.set_mesh(self._placement.mesh):
+      results = self._jitted(*args)
+    if self._placement.one_at_a_time:
+      jax.block_until_ready(results)
+    return results
+
+  def lower(self, *args: Any) -> jax.stages.Lowered:
+    """Lowers the program for arguments like these."""
+    with jax.set_mesh(self._placement.mesh):
+      return self._jitted.lower(*args)
+
+  def eval_shape(self, *args: Any) -> Any:
+    """Returns shapes and dtypes of the results, and computes nothing."""
+    with jax.set_mesh(self._placement.mesh):
+      return self._jitted.eval_shape(*args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +106,16 @@ class Ranks:
   def gather(self, shard: jax.Array) -> jax.Array:
     """Puts the shards of all ranks together, in order, along the first dim.
 
-    The barrier, since XLA moves casts from after it to before it, and more
-    bytes would cross the network.
+    16-bit values travel as integers: XLA may widen floating-point ones before
+    it gathers them, and twice the bytes would cross the network.
     """
     if self.alone:
       return shard
-    whole = jax.lax.all_gather(shard, AXES, tiled=True)
-    return jax.lax.optimization_barrier(whole)
+    if shard.dtype.itemsize != 2:
+      return jax.lax.all_gather(shard, AXES, tiled=True)
+    bits = jax.lax.bitcast_convert_type(shard, jnp.uint16)
+    whole = jax.lax.all_gather(bits, AXES, tiled=True)
+    return jax.lax.bitcast_convert_type(whole, shard.dtype)
 
   def sum_scatter(self, x: jax.Array) -> jax.Array:
     """Adds up the ranks' arrays and returns this rank's shard of the sum."""

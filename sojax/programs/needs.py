@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,13 @@ def trace_needs(
     split: the model.
     programs: the programs of each stage.
     shapes: what goes into each stage and comes out.
+
+  Returns:
+    What each stage reads; nothing on one device, where nothing is gathered.
   """
   needs = []
+  if programs[0].spec.ranks.alone:
+    return ()
   for stage, program in enumerate(programs):
     used = split.used[stage]
     leaves = tuple(split.shape.leaves[leaf].shape for leaf in used)
@@ -39,13 +45,8 @@ def trace_needs(
       jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
       for leaf in split.other[stage]
     )
-    forward, backward = _places(program.spec, leaves, other, shapes[stage])
-    needs.append(
-      Needs(
-        frozenset(used[place] for place in forward),
-        frozenset(used[place] for place in backward),
-      )
-    )
+    places = _places(program.spec, leaves, other, shapes[stage])
+    needs.append(Needs(*(frozenset(used[i] for i in read) for read in places)))
   return tuple(needs)
 
 
@@ -56,24 +57,28 @@ def _places(
   other: tuple[jax.ShapeDtypeStruct, ...],
   shapes: StageShapes,
 ) -> tuple[frozenset[int], frozenset[int]]:
-  """Returns the places of parameters that forward and backward read."""
+  """Returns the places of parameters that forward and backward read.
+
+  The last stage has no forward.
+  """
   alone = dataclasses.replace(spec, ranks=Ranks(1), gathered=None)
   dtype = jnp.dtype(spec.working_dtype)
   params = [jax.ShapeDtypeStruct(shape, dtype) for shape in leaf_shapes]
   arguments = params, other, shapes.x
-  scalar = jax.ShapeDtypeStruct((), jnp.float32)
-  dy = shapes.y
+  scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
+  dy: Any = shapes.y
+  forward: frozenset[int] = frozenset()
   if spec.position.is_last:
-    mask = jax.ShapeDtypeStruct(shapes.targets, jnp.float32)
-    tokens = jax.ShapeDtypeStruct(shapes.targets, jnp.int32)
+    mask: Any = jax.ShapeDtypeStruct(shapes.targets, jnp.float32)
+    tokens: Any = jax.ShapeDtypeStruct(shapes.targets, jnp.int32)
     dy = Targets(tokens, mask, scalar, scalar)
-  forward = jax.make_jaxpr(functools.partial(run_forward, alone))(*arguments)
-  backward = jax.make_jaxpr(functools.partial(run_backward, alone, True))(
+  else:
+    traced = jax.make_jaxpr(functools.partial(run_forward, alone))(*arguments)
+    forward = _read(traced.jaxpr, len(params))
+  traced = jax.make_jaxpr(functools.partial(run_backward, alone, True))(
     *arguments, dy, {}, ()
   )
-  return tuple(
-    _read(traced.jaxpr, len(params)) for traced in (forward, backward)
-  )
+  return forward, _read(traced.jaxpr, len(params))
 
 
 def _read(jaxpr: core.Jaxpr, num_params: int) -> frozenset[int]:
