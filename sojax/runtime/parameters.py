@@ -67,11 +67,13 @@ class Leaves(Parameters):
   ) -> tuple[jax.Array, ...]:
     """Unpacks what has arrived; returns the leaves."""
     arrived = {
-      bucket: self._arrived.pop(bucket.index)
+      bucket: self._arrived[bucket.index]
       for bucket in buckets
       if bucket.index in self._arrived
     }
     self._leaves.update(self._unpacker.unpack(stage, arrived, self._leaves))
+    for bucket in arrived:
+      del self._arrived[bucket.index]
     return tuple(self._leaves[leaf] for leaf in self._used[stage])
 
 
