@@ -43,7 +43,7 @@ def cut(shapes, bucket_bytes):
 def test_units_hold_the_slices_of_the_leaves(shapes, bucket_bytes):
   layout, leaves, units = cut(shapes, bucket_bytes)
   specs = unit_specs(layout.buckets, range(len(shapes)))
-  found = to_units([jnp.asarray(leaf) for leaf in leaves], specs)
+  found = to_units({i: jnp.asarray(x) for i, x in enumerate(leaves)}, specs)
   expected = [unit for bucket in layout.buckets for unit in units[bucket]]
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_array_equal(ours, theirs)

@@ -2,6 +2,7 @@
 
 They are added to those of borrowers and of earlier micro-batches; once they are
 complete they are rounded, cut into wire units, and their squares are summed.
+What the host adds up is rounded, cut and sent in every micro-batch.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ def deliver(
 
   Args:
     spec: the stage.
-    last_micro: whether the gradients are complete.
+    last_micro: whether the gradients are complete with this micro-batch.
     params: the stage's parameters.
     grads: gradients of `spec.trained` and `spec.tied`.
     out: what else the backward returns.
@@ -39,36 +40,85 @@ def deliver(
   # for each, or every gradient would wait for the last one.
   grads = tuple(map(jax.lax.optimization_barrier, grads))
   num_own = len(spec.trained)
-  sums = _add_up(spec, grads[:num_own], tied, partial)
   out = dataclasses.replace(out, tied=grads[num_own:])
-  if not last_micro:
-    return dataclasses.replace(out, partial=sums)
-  by_place: list[jax.Array | None] = [None] * len(params)
-  for place, total in zip(spec.trained, sums, strict=True):
-    rounded = _round(total, params[place].dtype)
-    by_place[place] = rounded.astype(spec.grad_dtype)
-  on_wire = [grad for grad in by_place if grad is not None]
-  return dataclasses.replace(
-    out, units=to_units(by_place, spec.units), sumsq=_sums_of_squares(on_wire)
-  )
+  totals = _with_borrowed(spec, grads[:num_own], tied)
+  by_host = spec.num_sent is not None
+  add = _add_units if by_host else _add_leaves
+  return add(spec, last_micro, params, totals, out, partial)
 
 
-def _add_up(
+def _with_borrowed(
   spec: StageSpec,
   grads: Sequence[jax.Array],
   tied: Mapping[int, Sequence[jax.Array]],
-  partial: Sequence[jax.Array],
-) -> tuple[jax.Array, ...]:
-  """Adds borrowers' gradients and earlier micro-batches', in float32."""
-  sums = []
-  for number, (place, grad) in enumerate(zip(spec.trained, grads, strict=True)):
+) -> dict[int, jax.Array]:
+  """Adds borrowers' gradients, in float32; returns the totals by place."""
+  totals = {}
+  for place, grad in zip(spec.trained, grads, strict=True):
     total = grad.astype(jnp.float32)
     for borrowed in tied.get(place, ()):
       total = total + borrowed.astype(jnp.float32)
-    if partial:
-      total = partial[number] + total
-    sums.append(total)
-  return tuple(sums)
+    totals[place] = total
+  return totals
+
+
+def _add_leaves(
+  spec: StageSpec,
+  last_micro: bool,
+  params: Sequence[jax.Array],
+  totals: Mapping[int, jax.Array],
+  out: BackwardOut,
+  partial: Sequence[jax.Array],
+) -> BackwardOut:
+  """Adds up whole leaves; the last micro-batch sends the sums."""
+  sums = _add(partial, [*totals.values()])
+  if not last_micro:
+    return dataclasses.replace(out, partial=sums)
+  on_wire = {
+    place: _round(total, params[place].dtype).astype(spec.grad_dtype)
+    for place, total in zip(totals, sums, strict=True)
+  }
+  return dataclasses.replace(
+    out,
+    units=to_units(on_wire, spec.units),
+    sumsq=_sums_of_squares([*on_wire.values()]),
+  )
+
+
+def _add_units(
+  spec: StageSpec,
+  last_micro: bool,
+  params: Sequence[jax.Array],
+  totals: Mapping[int, jax.Array],
+  out: BackwardOut,
+  partial: Sequence[jax.Array],
+) -> BackwardOut:
+  """Sends what the host adds up, and adds up the other units."""
+  on_wire = {
+    place: _round(total, params[place].dtype).astype(spec.grad_dtype)
+    for place, total in totals.items()
+  }
+  sent = to_units(on_wire, spec.units[: spec.num_sent])
+  staying = spec.units[spec.num_sent :]
+  sums = _add(partial, to_units(totals, staying))
+  if not last_micro:
+    return dataclasses.replace(out, units=sent, partial=sums)
+  rest = [
+    _round(total, params[unit.slices[0].place].dtype).astype(spec.grad_dtype)
+    for total, unit in zip(sums, staying, strict=True)
+  ]
+  return dataclasses.replace(
+    out, units=(*sent, *rest), sumsq=_sums_of_squares(rest)
+  )
+
+
+def _add(
+  partial: Sequence[jax.Array], more: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+  """Adds to the sums so far, if there are any."""
+  if not partial:
+    return tuple(more)
+  return tuple(a + b for a, b in zip(partial, more, strict=True))
 
 
 def _round(total: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -54,13 +54,12 @@ def unit_specs(
 
 
 def to_units(
-  leaves: Sequence[jax.Array | None], specs: Sequence[UnitSpec]
+  leaves: Mapping[int, jax.Array], specs: Sequence[UnitSpec]
 ) -> tuple[jax.Array, ...]:
-  """Cuts and packs a stage's leaves into wire units."""
+  """Cuts and packs a stage's leaves, by place, into wire units."""
 
   def piece(part: UnitSlice) -> jax.Array:
     leaf = leaves[part.place]
-    assert leaf is not None
     if part.stop - part.start == leaf.size:
       return leaf.reshape(-1)
     return _cut(leaf, part)

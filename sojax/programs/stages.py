@@ -34,8 +34,8 @@ class StagePrograms:
       (params, other, x, Targets) -> loss.
     add: (params, other, x, dy or Targets, tied, partial) -> BackwardOut, for
       all micro-batches but the last. `tied` maps places to gradients from
-      borrowers; `partial` is empty in the first micro-batch and donated. So
-      is dy if the spec says so.
+      borrowers; `partial`, of the micro-batch before, is empty in the first one
+      and donated. So is dy if the spec says so.
     finish: the same for the last micro-batch.
   """
 
@@ -59,6 +59,7 @@ def make_stage_programs(
   layout: Layout,
   shapes: Sequence[StageShapes],
   grad_dtype: str,
+  accumulate: str,
   placement: Placement,
 ) -> tuple[StagePrograms, ...]:
   """Returns the programs of every stage; equal stages share theirs.
@@ -68,11 +69,13 @@ def make_stage_programs(
     layout: how it is cut into buckets.
     shapes: what goes into each stage and comes out.
     grad_dtype: dtype of gradients on the wire.
+    accumulate: the side that adds up micro-batches, as `Plan.accumulate`.
     placement: the mesh.
   """
   return tuple(
     _programs(
-      _stage_spec(split, layout, stage, shapes[stage], grad_dtype), placement
+      _stage_spec(split, layout, stage, shapes[stage], grad_dtype, accumulate),
+      placement,
     )
     for stage in range(layout.model.num_stages)
   )
@@ -90,12 +93,15 @@ def _stage_spec(
   stage: int,
   shapes: StageShapes,
   grad_dtype: str,
+  accumulate: str,
 ) -> StageSpec:
   model = layout.model
   used = split.used[stage]
   borrowed = set(model.borrowed[stage])
   places = [i for i, leaf in enumerate(used) if model.leaves[leaf].trained]
   buckets = [bucket for bucket in layout.of_stage(stage) if bucket.trained]
+  assert buckets == sorted(buckets, key=lambda bucket: bucket.on_device)
+  num_sent = sum(len(b.units) for b in buckets if not b.on_device)
   position = Position.of(stage, model.num_stages)
   return StageSpec(
     parts=split.parts[stage],
@@ -104,6 +110,7 @@ def _stage_spec(
     trained=tuple(i for i in places if used[i] not in borrowed),
     tied=tuple(i for i in places if used[i] in borrowed),
     units=unit_specs(buckets, used),
+    num_sent=num_sent if accumulate == "host" else None,
     grad_dtype=grad_dtype,
     reuses_dy=position is Position.MIDDLE and shapes.x == shapes.y,
   )

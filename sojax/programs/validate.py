@@ -63,8 +63,9 @@ def make_validate(
     placement: the mesh.
 
   Returns:
-    A jitted function of the stages' `sumsq`, in forward order, and of the
-    ScaleState of this step; it returns the verdict and the next ScaleState.
+    A jitted function of sums of squares, float32 [n] each: the stages' `sumsq`,
+    in forward order, and perhaps that of the sums on the host; and of the
+    ScaleState of this step. It returns the verdict and the next ScaleState.
   """
 
   def validate(
