@@ -38,6 +38,7 @@ class GradientsOut:
 
     def wait() -> None:
       grads = [np.asarray(array) for array in arrays]
+      arrays.clear()  # from now on they live as long as the host needs them
       if self._of_micro_batches:
         step.micro_grads[bucket, task.micro] = grads
       else:
