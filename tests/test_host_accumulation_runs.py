@@ -1,8 +1,9 @@
 """Runs that add up on the host: failures, skips, threads and memory."""
 
+import collections
 import threading
+import weakref
 
-import jax
 import numpy as np
 import pytest
 
@@ -217,49 +218,44 @@ def test_the_timeline_has_every_sum():
 # Memory.
 
 
-_sampling = threading.Lock()
-
-
-def pinned_bytes():
-  """One thread at a time: the list of live arrays keeps them alive."""
-  with _sampling:
-    return sum(
-      array.nbytes
-      for array in jax.live_arrays()
-      if array.sharding.memory_kind == "pinned_host"
-    )
-
-
 @pytest.mark.parametrize("model", [small_gpt, Plain])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_host_holds_as_many_gradients_as_the_account_says(model, precision):
-  """Sampled when any task is issued and has been. The sums are the arena's."""
+  """Each from its transfer's start until it has been added, and then no more:
+  nothing else keeps the memory."""
   with start(model=model, accumulation=6, precision=precision) as ours:
-    data = data_for(ours, 3)
-    ours.step(data[0])
-    ours.drain()
-    before, samples = pinned_bytes(), []
-    for kind, action in list(ours._executor._actions.items()):
+    grad_bytes = {"fp32": 4, "bf16": 2}[precision]
+    sizes = [grad_bytes * bucket.size for bucket in ours.layout.buckets]
+    held, most, freed = collections.Counter(), [], []
+    counting = threading.Lock()
+    actions = ours._executor._actions
+    grad_out, accumulate = actions[K.GRAD_OUT], actions[K.HOST_ACCUMULATE]
 
-      def sampling(task, step, action=action):
-        samples.append(pinned_bytes())
-        wait = action(task, step)
-        samples.append(pinned_bytes())
-        return wait
+    def counting_out(task, step):
+      with counting:
+        held[task.bucket] += 1
+        most.append(sum(n * sizes[bucket] for bucket, n in held.items()))
+      return grad_out(task, step)
 
-      ours._executor._actions[kind] = sampling
-    for batch in data[1:]:
+    def counting_added(task, step):
+      grads = step.micro_grads[task.bucket, task.micro]
+      assert sum(grad.nbytes for grad in grads) == sizes[task.bucket]
+      views = [weakref.ref(grad) for grad in grads]
+      del grads
+      accumulate(task, step)
+      with counting:
+        freed.append(all(view() is None for view in views))
+        held[task.bucket] -= 1
+
+    actions[K.GRAD_OUT] = counting_out
+    actions[K.HOST_ACCUMULATE] = counting_added
+    for batch in data_for(ours, 2):
       ours.step(batch)
     ours.drain()
-    most = max(samples) - before
-    one = ours.account.host["gradients"]
-    if model is Plain:
-      one //= 2
-    assert 0 < most <= ours.account.host["gradients"]
-    elems = sum(bucket.size for bucket in ours.layout.buckets)
-    assert ours.account.host["accumulators"] == 4 * elems
-    assert one == {"fp32": 4, "bf16": 2}[precision] * elems
-    assert pinned_bytes() == before
+    assert len(freed) == 12 * len(sizes) and all(freed)
+    assert 0 < max(most) <= ours.account.host["gradients"]
+    num_grads = 2 if model is Plain else 1
+    assert ours.account.host["gradients"] == num_grads * sum(sizes)
 
 
 def test_the_device_holds_no_sums_of_host_buckets():
