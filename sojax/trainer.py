@@ -18,6 +18,7 @@ from sojax.graph.graph import TaskKind
 from sojax.graph.schedule import schedule
 from sojax.graph.timeline import Timeline
 from sojax.host.kernels import Pool, cpu_info
+from sojax.host.sums import GradientSums
 from sojax.models.loss import Loss
 from sojax.plan.account import make_account
 from sojax.plan.adamw import Optimizer
@@ -42,7 +43,7 @@ from sojax.runtime.metrics import StepMetrics
 from sojax.runtime.run import StepError
 from sojax.runtime.state import TrainState
 from sojax.runtime.step import Step
-from sojax.runtime.updates import DeviceUpdates, HostUpdates
+from sojax.runtime.updates import DeviceUpdates, HostSums, HostUpdates
 from sojax.runtime.validation import Validation
 from sojax.runtime.weights_in import make_weights
 
@@ -117,6 +118,7 @@ class Trainer:
       shapes,
       wire.grad,
       config.working_dtype,
+      self.plan.accumulate,
       self._placement,
     )
     keeping = make_keep_programs(programs, self.plan, self._placement)
@@ -166,6 +168,9 @@ class Trainer:
 
   def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
     """Starts a training step; returns when all device work is dispatched.
+
+    With accumulate="host" that is when the last micro-batch has been added up,
+    since the device's work waits for sums on the host.
 
     Args:
       batch: "tokens", int32 [accumulation * micro_batch * data ranks,
@@ -301,9 +306,12 @@ class Trainer:
     self.close()
 
   def _actions(self) -> dict[TaskKind, Action]:
+    adding = self.plan.accumulate == "host"
+    sums = GradientSums(self.layout) if adding else None
     validation = Validation(
-      self._state, self.layout.model.groups, self.config, self._placement
+      self._state, self.layout.model.groups, self.config, sums, self._placement
     )
+    gradients_out = GradientsOut(self._placement, of_micro_batches=adding)
     host = HostUpdates(self.layout, self._state, self._weights, self._pool)
     device = DeviceUpdates(
       self.layout,
@@ -313,10 +321,10 @@ class Trainer:
       self._placement,
     )
     activations = Activations(self._placement)
-    return {
+    actions: dict[TaskKind, Action] = {
       TaskKind.FORWARD: self._compute.forward,
       TaskKind.BACKWARD: self._compute.backward,
-      TaskKind.GRAD_OUT: GradientsOut(self._placement).grad_out,
+      TaskKind.GRAD_OUT: gradients_out.grad_out,
       TaskKind.VALIDATE: validation.validate,
       TaskKind.HOST_UPDATE: host.host_update,
       TaskKind.DEVICE_UPDATE: device.device_update,
@@ -324,6 +332,10 @@ class Trainer:
       TaskKind.ACTIVATION_OUT: activations.activation_out,
       TaskKind.ACTIVATION_IN: activations.activation_in,
     }
+    if sums is not None:
+      summing = HostSums(self.layout, sums, self._pool)
+      actions[TaskKind.HOST_ACCUMULATE] = summing.host_accumulate
+    return actions
 
   @contextlib.contextmanager
   def _noting_failures(self) -> Iterator[None]:

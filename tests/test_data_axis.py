@@ -105,6 +105,20 @@ def test_other_programs_agree_within_rounding(plan):
   np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_the_host_adds_up_the_micro_batches_of_all_ranks(num_devices):
+  """As one device's host does: in another order, from other norms."""
+  data = batches(10, rows=ROWS * 3)
+  plan = {"accumulate": "host", "bucket_bytes": 1 << 16, "device_buckets": 2}
+  with trainer(plan, micro_batch=ROWS, accumulation=3) as one:
+    expected = [one.step(batch).loss for batch in data]
+    norm = one.step(data[0]).grad_norm
+  with on_ranks(num_devices, plan, accumulation=3) as ours:
+    losses = [ours.step(batch).loss for batch in data]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert ours.step(data[0]).grad_norm == pytest.approx(norm, rel=1e-4)
+
+
 def test_ragged_units_are_padded_and_train():
   plan = {"bucket_bytes": 1 << 16}
   data = [{"tokens": b["tokens"] % 251} for b in batches(10, rows=ROWS)]

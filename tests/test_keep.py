@@ -79,6 +79,7 @@ def make(module):
     trained=tuple(range(len(leaves))),
     tied=(),
     units=(),
+    num_sent=None,
     grad_dtype="float32",
     reuses_dy=False,
     working_dtype="float32",

@@ -20,12 +20,13 @@ class Account:
 
   Attributes:
     host: host memory: "masters", "moments", "working_copy" (weight-flow,
-      pinned), "ring" (weight-stationary, pinned), "gradients" (pinned) and
-      "stage_inputs" (activations="offload", pinned).
+      pinned), "ring" (weight-stationary, pinned), "gradients" (pinned),
+      "accumulators" (accumulate="host") and "stage_inputs"
+      (activations="offload", pinned).
     device: memory of one device: "weights" (in weight-flow those of the
       window), "device_buckets" (masters and moments), "gradients" (on their
-      way out), "tied_gradients", "partial_sums" (accumulation), "stage_inputs"
-      and "residuals" (activations="keep").
+      way out), "tied_gradients", "partial_sums" (accumulation of what the
+      device adds up), "stage_inputs" and "residuals" (activations="keep").
     network: what collectives carry in a step; see
       `sojax.plan.network.network_bytes`.
   """
@@ -102,37 +103,60 @@ def make_account(
   wire = WireDtypes.of(plan, config)
   on_host = [b for b in layout.buckets if not b.on_device]
   on_device = [b for b in layout.buckets if b.on_device]
-  trained = [b for b in layout.buckets if b.trained]
   flow = plan.weights == "flow"
   ring_elems = sum(
     math.prod(shape) * count
     for shape, count in ring_counts(layout, plan).items()
   )
   inputs = _StageInputs.of(layout, plan, stage_input_bytes)
+  grads_on_host, grads_on_device = _gradients(layout, plan, config)
   host = {
     "masters": 4 * _elems(on_host),
     "moments": 8 * _elems(_trained_on_host(layout)),
     "working_copy": wire.weight_bytes * _elems(on_host) if flow else 0,
     "ring": wire.weight_bytes * ring_elems,
-    "gradients": wire.grad_bytes * _elems(_trained_on_host(layout)),
+    **grads_on_host,
     "stage_inputs": layout.num_shards * inputs.on_host_bytes,
   }
   working = DTYPE_BYTES[config.working_dtype]
   tied = {i for leaves in layout.model.borrowed for i in leaves}
   leaves = layout.model.leaves
-  partial_sums = 4 * _elems(trained) if config.accumulation > 1 else 0
   device = {
     "weights": (_flowing if flow else _stationary)(layout, plan, config),
     "device_buckets": 12 * _elems(on_device) // layout.num_shards,
-    "gradients": wire.grad_bytes * _elems(trained) // layout.num_shards,
+    **grads_on_device,
     "tied_gradients": working
     * sum(leaves[i].size for i in tied if leaves[i].trained),
-    "partial_sums": partial_sums // layout.num_shards,
     "stage_inputs": inputs.on_device_bytes,
     "residuals": sum(kept_bytes.values()),
   }
   network = network_bytes(layout, config, needs)
   return Account(host=host, device=device, network=network)
+
+
+def _gradients(
+  layout: Layout, plan: Plan, config: TrainConfig
+) -> tuple[dict[str, int], dict[str, int]]:
+  """Returns the bytes of gradients and of their sums, host and device."""
+  wire_bytes = WireDtypes.of(plan, config).grad_bytes
+  of_host = _elems(_trained_on_host(layout))
+  of_device = _elems([b for b in layout.buckets if b.on_device])
+  adding_on_host = plan.accumulate == "host"
+  added_on_device = of_device + (0 if adding_on_host else of_host)
+  num_grads = plan.num_grads_on_host(
+    layout.model.num_stages, config.accumulation
+  )
+  on_host = {
+    "gradients": wire_bytes * num_grads * of_host,
+    "accumulators": 4 * of_host if adding_on_host else 0,
+  }
+  partial_sums = 4 * added_on_device if config.accumulation > 1 else 0
+  leaving = wire_bytes * (num_grads * of_host + of_device)
+  on_device = {
+    "gradients": leaving // layout.num_shards,
+    "partial_sums": partial_sums // layout.num_shards,
+  }
+  return on_host, on_device
 
 
 @dataclasses.dataclass(frozen=True)

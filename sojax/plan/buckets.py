@@ -11,6 +11,12 @@ from sojax.plan.plan import MIB
 LARGE_SLICE_BYTES = MIB
 """A slice of this size crosses the link alone, in its own shape."""
 
+CHUNK_ELEMS = 4096
+"""Elements of a parameter whose gradients share one sum of squares on the host.
+
+A parameter is cut between chunks only, so that the norm does not depend on how
+it is cut."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
@@ -199,8 +205,9 @@ def plan_buckets(
 
   Backward reaches the last stage first, so its buckets come first. A bucket
   holds slices of one stage and one hyper-parameter group. A parameter that fits
-  in a bucket is never cut; a larger one is cut at its rows into pieces of about
-  equal size, or anywhere if one row is too large. O(slices).
+  in a bucket is never cut; a larger one is cut into pieces of about equal size,
+  at multiples of CHUNK_ELEMS elements, and at its rows where both can be had.
+  O(slices).
 
   Args:
     model: the model.
@@ -213,13 +220,14 @@ def plan_buckets(
     The layout; its buckets hold every element of every leaf exactly once.
 
   Raises:
-    ValueError: if `bucket_bytes` cannot hold one element, a parameter has no
+    ValueError: if `bucket_bytes` cannot hold a chunk, a parameter has no
       elements, or there are fewer trained buckets than `device_buckets`.
   """
-  if bucket_bytes < elem_bytes:
+  if bucket_bytes < CHUNK_ELEMS * elem_bytes:
     raise ValueError(
-      f"bucket_bytes={bucket_bytes} cannot hold one element of {elem_bytes}"
-      " bytes; raise bucket_bytes"
+      f"bucket_bytes={bucket_bytes} cannot hold a chunk of {CHUNK_ELEMS}"
+      f" elements of {elem_bytes} bytes; raise bucket_bytes to"
+      f" {CHUNK_ELEMS * elem_bytes} or more"
     )
   for leaf in model.leaves:
     if leaf.size == 0:
@@ -270,13 +278,15 @@ def _fill(
 def _cut(index: int, leaf: Leaf, limit_elems: int) -> list[Slice]:
   if leaf.size <= limit_elems:
     return [Slice(index, 0, leaf.size)]
-  row_elems = leaf.size // leaf.shape[0]
-  grain = row_elems if row_elems <= limit_elems else 1
-  num_grains = leaf.size // grain
+  grain = math.lcm(leaf.size // leaf.shape[0], CHUNK_ELEMS)
+  if grain > limit_elems:
+    grain = CHUNK_ELEMS
+  num_grains = math.ceil(leaf.size / grain)  # the last one may be short
   num_pieces = math.ceil(num_grains / (limit_elems // grain))
-  bounds = [num_grains * i // num_pieces * grain for i in range(num_pieces + 1)]
+  bounds = [num_grains * i // num_pieces * grain for i in range(num_pieces)]
   return [
-    Slice(index, start, stop) for start, stop in itertools.pairwise(bounds)
+    Slice(index, start, stop)
+    for start, stop in itertools.pairwise([*bounds, leaf.size])
   ]
 
 

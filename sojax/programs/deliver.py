@@ -23,12 +23,15 @@ def deliver(
 ) -> BackwardOut:
   """Returns what becomes of a backward's gradients, and nothing else.
 
-  On several devices a micro-batch's gradients are first added up over the
-  ranks, in float32, and each rank goes on with its shard of every unit.
+  On one device they are added up parameter by parameter, and the sums are cut
+  into wire units. They are cut first, and added up unit by unit, if the host
+  adds up some of the units, which leave at once, or on several devices: then
+  every micro-batch's gradients are added up over the ranks, in float32, and
+  each rank goes on with its shard of every unit.
 
   Args:
     spec: the stage.
-    last_micro: whether the gradients are complete.
+    last_micro: whether the gradients are complete with this micro-batch.
     grads: gradients of `spec.trained` and `spec.tied`.
     tied: gradients from borrowers, by place.
     partial: float32 sums over the micro-batches so far.
@@ -39,11 +42,13 @@ def deliver(
   grads = tuple(map(jax.lax.optimization_barrier, grads))
   num_own = len(spec.trained)
   own = _with_borrowed(spec, grads[:num_own], tied)
-  scattered = not spec.ranks.alone
-  if scattered:
-    sums = tuple(map(spec.ranks.sum_scatter, to_units(own, spec.units)))
+  if spec.adds_units:
+    items = tuple(map(spec.ranks.sum_scatter, to_units(own, spec.units)))
   else:
-    sums = tuple(own.values())
+    items = tuple(own.values())
+  num_sent = spec.num_sent or 0
+  sent = tuple(_on_wire(spec, x) for x in items[:num_sent])
+  sums = items[num_sent:]
   if partial:
     sums = tuple(a + b for a, b in zip(partial, sums, strict=True))
   out = BackwardOut(
@@ -51,15 +56,14 @@ def deliver(
     tied=tuple(map(spec.ranks.stack, grads[num_own:])),
   )
   if not last_micro:
-    return dataclasses.replace(out, partial=sums)
-  on_wire = tuple(
-    _round(x, spec.working_dtype).astype(spec.grad_dtype) for x in sums
-  )
-  by_place = dict(zip(own, on_wire, strict=False))
+    return dataclasses.replace(out, units=sent, partial=sums)
+  complete = tuple(_on_wire(spec, x) for x in sums)
+  if spec.adds_units:
+    units = sent + complete
+  else:
+    units = to_units(dict(zip(own, complete, strict=True)), spec.units)
   return dataclasses.replace(
-    out,
-    units=on_wire if scattered else to_units(by_place, spec.units),
-    sumsq=spec.ranks.stack(_sums_of_squares(on_wire)),
+    out, units=units, sumsq=spec.ranks.stack(_sums_of_squares(complete))
   )
 
 
@@ -78,12 +82,13 @@ def _with_borrowed(
   return totals
 
 
-def _round(total: jax.Array, dtype: str) -> jax.Array:
+def _on_wire(spec: StageSpec, total: jax.Array) -> jax.Array:
   """Rounds float32 sums to the working dtype, whatever the wire carries.
 
   The barrier, since XLA may leave out a cast that is widened again.
   """
-  return jax.lax.optimization_barrier(total.astype(dtype))
+  rounded = jax.lax.optimization_barrier(total.astype(spec.working_dtype))
+  return rounded.astype(spec.grad_dtype)
 
 
 def _sums_of_squares(grads: Sequence[jax.Array]) -> jax.Array:

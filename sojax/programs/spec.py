@@ -63,7 +63,10 @@ class StageSpec:
       `sojax.models.loss.loss_function`.
     trained: places of the trained parameters that the stage owns.
     tied: places of the trained parameters that it borrows.
-    units: the wire units of its gradients.
+    units: the wire units of its gradients, those of host buckets first.
+    num_sent: how many units, the first ones, leave with every micro-batch since
+      the host adds them up; the device adds up the others. None if the device
+      adds up all.
     grad_dtype: dtype of gradients on the wire.
     reuses_dy: whether the input's gradient can take the place of the output's.
     working_dtype: dtype of parameters on the device.
@@ -77,11 +80,17 @@ class StageSpec:
   trained: tuple[int, ...]
   tied: tuple[int, ...]
   units: tuple[UnitSpec, ...]
+  num_sent: int | None
   grad_dtype: str
   reuses_dy: bool
   working_dtype: str
   ranks: Ranks = Ranks(1)
   gathered: Gathered | None = None
+
+  @property
+  def adds_units(self) -> bool:
+    """Whether micro-batches are added up by unit, not by parameter."""
+    return self.num_sent is not None or not self.ranks.alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +122,15 @@ class BackwardOut:
     dx: gradient of the stage's input.
     tied: gradients of borrowed parameters, in the order of `StageSpec.tied`;
       of several ranks stacked, and not yet added up.
-    partial: float32 sums of gradients over the micro-batches so far, in the
-      order of `StageSpec.trained`, on several devices in that of its units;
-      from all micro-batches but the last.
-    units: gradients as wire units; from the last micro-batch.
-    sumsq: float32, sums of squares of the gradients as they cross the wire, of
-      each parameter, on several devices of each unit's shard, stacked; zeros
-      from all micro-batches but the last. It is never donated, so it tells when
-      the program has ended.
+    partial: float32 sums of gradients over the micro-batches so far, from all
+      of them but the last: in the order of `StageSpec.trained`, or of the units
+      that are not sent.
+    units: gradients as wire units: all from the last micro-batch, and from the
+      others those that are sent.
+    sumsq: float32 [n], sums of squares of what the device has added up, as it
+      crosses the wire: of each parameter, or of each unit that is not sent; of
+      several ranks stacked. From all micro-batches but the last, zeros. It is
+      never donated, so it tells when the program has ended.
     loss: float32 scalar, from the last stage.
     other: the stage's new other state, from the last stage.
   """

@@ -45,8 +45,8 @@ class StagePrograms:
       (params, other, x, Targets) -> loss.
     add: (params, other, x, dy or Targets, tied, partial) -> BackwardOut, for
       all micro-batches but the last. `tied` maps places to gradients from
-      borrowers; `partial` is empty in the first micro-batch and donated. So
-      is dy if the spec says so.
+      borrowers; `partial`, of the micro-batch before, is empty in the first one
+      and donated. So is dy if the spec says so.
     finish: the same for the last micro-batch.
   """
 
@@ -85,6 +85,7 @@ def make_stage_programs(
   shapes: Sequence[StageShapes],
   grad_dtype: str,
   working_dtype: str,
+  accumulate: str,
   placement: Placement,
 ) -> tuple[StagePrograms, ...]:
   """Returns the programs of every stage; equal stages share theirs.
@@ -95,12 +96,13 @@ def make_stage_programs(
     shapes: what goes into each stage and comes out.
     grad_dtype: dtype of gradients on the wire.
     working_dtype: dtype of parameters on the device.
+    accumulate: the side that adds up micro-batches, as `Plan.accumulate`.
     placement: the mesh.
   """
   return tuple(
     _programs(
       StageSpec(
-        **_of_layout(split, layout, stage),
+        **_of_layout(split, layout, stage, accumulate),
         reuses_dy=0 < stage < len(shapes) - 1 and x_and_y.x == x_and_y.y,
         grad_dtype=grad_dtype,
         working_dtype=working_dtype,
@@ -117,13 +119,17 @@ def _programs(spec: StageSpec, placement: Placement) -> StagePrograms:
   return StagePrograms(spec, placement)
 
 
-def _of_layout(split: SplitModel, layout: Layout, stage: int) -> dict[str, Any]:
+def _of_layout(
+  split: SplitModel, layout: Layout, stage: int, accumulate: str
+) -> dict[str, Any]:
   """Returns the fields of a StageSpec that the model and its cuts decide."""
   model = layout.model
   used = split.used[stage]
   borrowed = set(model.borrowed[stage])
   places = [i for i, leaf in enumerate(used) if model.leaves[leaf].trained]
   buckets = [bucket for bucket in layout.of_stage(stage) if bucket.trained]
+  assert buckets == sorted(buckets, key=lambda bucket: bucket.on_device)
+  num_sent = sum(len(b.units) for b in buckets if not b.on_device)
   position = Position.of(stage, model.num_stages)
   gathered = None
   if layout.num_shards > 1:
@@ -137,6 +143,7 @@ def _of_layout(split: SplitModel, layout: Layout, stage: int) -> dict[str, Any]:
     trained=tuple(i for i in places if used[i] not in borrowed),
     tied=tuple(i for i in places if used[i] in borrowed),
     units=unit_specs([u for b in buckets for u in b.units], used),
+    num_sent=num_sent if accumulate == "host" else None,
     ranks=Ranks(layout.num_shards),
     gathered=gathered,
   )

@@ -91,12 +91,13 @@ class Compute:
       step.other[stage] = out.other
     if last_micro:
       step.sumsqs[stage] = out.sumsq
-      units = iter(out.units)
-      for bucket in self._layout.of_stage(stage):
-        if bucket.trained:
-          step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
     else:
       step.partial[stage] = out.partial
+    units = iter(out.units)
+    for bucket in self._layout.of_stage(stage):
+      sent = spec.num_sent is not None and not bucket.on_device
+      if bucket.trained and (last_micro or sent):
+        step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
     sumsq = out.sumsq
     return lambda: _wait(sumsq)
 

@@ -50,7 +50,11 @@ class Step:
     tied: gradients from borrowers, by leaf, in the current micro-batch.
     partial: each stage's sums over micro-batches so far.
     units: gradient wire units on the device, by bucket.
-    host_grads: the same on the host, by bucket: the shards of each unit.
+    micro_grads: the same on the host, of one micro-batch, by bucket and number
+      of the micro-batch, until they are added to the sums there: the shards of
+      each unit.
+    host_grads: complete gradients on the host, or their sums, by bucket:
+      likewise.
     sumsqs: sums of squares, by stage.
     losses: one per micro-batch.
     fetched: buckets and units that flowed in, by the index of their task.
@@ -79,6 +83,9 @@ class Step:
   )
   units: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
     default_factory=dict
+  )
+  micro_grads: dict[tuple[int, int], list[list[np.ndarray]]] = (
+    dataclasses.field(default_factory=dict)
   )
   host_grads: dict[int, list[list[np.ndarray]]] = dataclasses.field(
     default_factory=dict
@@ -114,6 +121,7 @@ class Step:
       self.tied,
       self.partial,
       self.units,
+      self.micro_grads,
       self.host_grads,
       self.sumsqs,
       self.fetched,
