@@ -23,6 +23,7 @@ from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan, WireDtypes
 from sojax.programs.keep import make_keep_programs, trace_kept_bytes
+from sojax.programs.needs import trace_needs
 from sojax.programs.split_model import split_model
 from sojax.programs.stages import make_stage_programs
 from sojax.programs.trace import backward_order, trace_stages
@@ -65,8 +66,9 @@ class Trainer:
       optimizer: from `sojax.adamw` or `sojax.partition`.
       config: batch, precision and clipping.
       plan: "auto", a Plan, or a mapping of its switches.
-      mesh: None for the first device, or a mesh of one device with the axes
-        "data" and "seq".
+      mesh: None for the first device, or a mesh with the axes "data" and "seq"
+        (of one device), of any axis type: every device takes micro_batch rows
+        of a micro-batch, and owns its part of weights and optimizer state.
       trainable: nnx filter of the Params that are trained. All modules run in
         training mode (dropout, statistics), whether theirs are or not.
       loss: (what the model returns, targets [B, T], mask [B, T]) -> the sum of
@@ -87,12 +89,12 @@ class Trainer:
     shapes = trace_stages(
       self._split, config.working_dtype, (config.micro_batch, config.seq_len)
     )
-    wire = WireDtypes.of(self.plan, config)
     self.layout = plan_buckets(
       self._split.shape,
       bucket_bytes=self.plan.bucket_bytes,
-      elem_bytes=wire.grad_bytes,
+      elem_bytes=WireDtypes.of(self.plan, config).grad_bytes,
       device_buckets=self.plan.device_buckets,
+      num_shards=self._placement.num_devices,
       backward_order=backward_order(self._split, shapes),
     )
     input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
@@ -101,8 +103,8 @@ class Trainer:
       self._split,
       self.layout,
       shapes,
-      wire.grad,
-      self.plan.transport(self.layout.model.num_stages),
+      self.plan,
+      config,
       self._placement,
     )
     keeping = make_keep_programs(programs, self.plan, self._placement)
@@ -111,7 +113,8 @@ class Trainer:
       self.plan,
       config,
       input_bytes,
-      trace_kept_bytes(self._split, keeping, shapes, config.working_dtype),
+      trace_kept_bytes(self._split, keeping, shapes),
+      trace_needs(self._split, programs, shapes),
     )
     vocab_size = getattr(model, "vocab_size", None)
     self._batches = Batches(config, vocab_size, self._placement)
@@ -156,10 +159,13 @@ class Trainer:
   def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
     """Starts a training step; returns when all device work is dispatched.
 
+    With accumulate="host" that is when the last micro-batch has been added up,
+    since the device's work waits for sums on the host.
+
     Args:
-      batch: "tokens", int32 [accumulation * micro_batch, seq_len + 1], and
-        perhaps "loss_mask", float32 or bool [.., seq_len]: the weight of each
-        predicted token. The arrays may be reused afterwards.
+      batch: "tokens", int32 [accumulation * micro_batch * data ranks,
+        seq_len + 1], and perhaps "loss_mask", float32 or bool [.., seq_len]:
+        the weight of each predicted token. The arrays may be reused afterwards.
 
     Returns:
       The step's metrics, which wait when they are read.
@@ -181,7 +187,7 @@ class Trainer:
     """Returns the loss of a batch without training; dropout is off.
 
     Args:
-      batch: as for `step`, with any multiple of micro_batch rows.
+      batch: as for `step`, with any multiple of micro_batch * data ranks rows.
 
     Returns:
       The loss summed over unmasked tokens, divided by their number.

@@ -67,7 +67,7 @@ def compiled_bytes(ours, stage):
     for i in ours._split.used[stage]
   ]
   x = jax.ShapeDtypeStruct((4, 24, 64), np.float32)
-  compiled = programs.finish.lower(params, (), x, x, {}, ()).compile()
+  compiled = programs.finish.lower(params, (), x, x, {}, (), None).compile()
   memory = compiled.memory_analysis()
   return (
     memory.argument_size_in_bytes
@@ -112,7 +112,7 @@ def test_transfers_end_in_the_memory_they_are_meant_for(weights, monkeypatch):
     host_update = ours._executor._actions[TaskKind.HOST_UPDATE]
 
     def looking(task, step):
-      views.extend(step.host_grads[task.bucket])
+      views.extend(shard for (shard,) in step.host_grads[task.bucket])
       return host_update(task, step)
 
     ours._executor._actions[TaskKind.HOST_UPDATE] = looking

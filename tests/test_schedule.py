@@ -67,11 +67,11 @@ def test_a_stationary_step_has_the_edges_of_the_design():
     "forward stage=0 micro=0": [],
     "forward stage=1 micro=0": ["forward stage=0 micro=0"],
     "backward stage=2 micro=0": ["forward stage=1 micro=0"],
-    "grad_out stage=2 bucket=0": ["backward stage=2 micro=0"],
+    "grad_out stage=2 bucket=0 micro=0": ["backward stage=2 micro=0"],
     "backward stage=1 micro=0": ["backward stage=2 micro=0"],
-    "grad_out stage=1 bucket=1": ["backward stage=1 micro=0"],
+    "grad_out stage=1 bucket=1 micro=0": ["backward stage=1 micro=0"],
     "backward stage=0 micro=0": ["backward stage=1 micro=0"],
-    "grad_out stage=0 bucket=2": ["backward stage=0 micro=0"],
+    "grad_out stage=0 bucket=2 micro=0": ["backward stage=0 micro=0"],
     "validate": [f"backward stage={stage} micro=0" for stage in (2, 1, 0)],
     **{
       name: deps
@@ -79,7 +79,7 @@ def test_a_stationary_step_has_the_edges_of_the_design():
       for name, deps in (
         (
           f"host_update stage={stage} bucket={bucket}",
-          [f"grad_out stage={stage} bucket={bucket}", "validate"],
+          [f"grad_out stage={stage} bucket={bucket} micro=0", "validate"],
         ),
         (
           f"weight_in stage={stage} bucket={bucket}",
@@ -99,6 +99,36 @@ def test_a_stationary_step_has_the_edges_of_the_design():
     "weight_in stage=0 bucket=2",
   ]
   assert carried["validate"] == ["validate"]
+
+
+@pytest.mark.parametrize(
+  "switches",
+  [
+    {},
+    {"weights": "flow"},
+    {"accumulation": 3},
+    {"accumulation": 3, "accumulate": "host"},
+    {"activations": "offload"},
+  ],
+  ids=str,
+)
+def test_gradients_that_backward_delivers_wait_for_what_it_waits_for(switches):
+  """Everything else is as it is where they leave after it."""
+  graphs = {
+    transport: graph_of(gradients_out=transport, **switches)
+    for transport in ("dma", "callback", "io_callback")
+  }
+  assert graphs["callback"] == graphs["io_callback"]
+  for ours, theirs in zip(
+    graphs["callback"].tasks, graphs["dma"].tasks, strict=True
+  ):
+    if ours.kind is not TaskKind.GRAD_OUT:
+      assert ours == theirs
+      continue
+    (backward,) = (graphs["callback"].tasks[i] for i in theirs.deps)
+    assert backward.kind is TaskKind.BACKWARD
+    assert (ours.deps, ours.prev_deps) == (backward.deps, backward.prev_deps)
+    assert ours.index > backward.index
 
 
 def test_device_buckets_skip_the_host():

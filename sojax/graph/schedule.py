@@ -7,11 +7,19 @@
                                           `-> DeviceUpdate    WeightIn(bucket)
                                                    `-> next Forward(stage) <-'
 
+If the host adds up the micro-batches, each one's gradients go out, and the host
+is one or two of them behind at most (k, `Plan.num_grads_on_host`):
+
+    Backward(stage, m) -> GradOut(bucket, m) -> HostAccumulate(bucket, m)
+                              Backward(stage, m + k) <-'       |
+                    after the last: Validate, HostUpdate <-----'
+
+Where Backward itself delivers its gradients to the host, GradOut begins when
+Backward does, not after it.
+
 The last stage has no Forward of its own: its Backward computes the loss and its
-gradients at once. Where Backward itself delivers its gradients to the host,
-GradOut begins when Backward does, not after it. The input of a stage that
-offloads leaves while its Forward runs, and comes back while the Backward of the
-stage after it runs:
+gradients at once. The input of a stage that offloads leaves while its Forward
+runs, and comes back while the Backward of the stage after it runs:
 
     Forward(i-1) -> ActivationOut(i) -> Forward(i+1)
                          `-> ActivationIn(i) -> Backward(i)
@@ -82,8 +90,6 @@ class _Builder:
     self._config = config
     self._wire = WireDtypes.of(plan, config)
     self._input_bytes = stage_input_bytes
-    transport = plan.transport(layout.model.num_stages)
-    self._delivers_itself = transport != "dma"
     policies = plan.activations_by_stage(layout.model.num_stages)
     self._offloading = {
       stage for stage, policy in enumerate(policies) if policy == "offload"
@@ -91,7 +97,14 @@ class _Builder:
     self._uses: list[int] = []
     self._fetches: list[list[int]] = []
     self._grads: dict[int, int] = {}
-    self._outs: dict[int, int] = {}
+    self._on_host: dict[int, int] = {}
+    self._num_on_host = plan.num_grads_on_host(
+      layout.model.num_stages, config.accumulation
+    )
+    transport = plan.transport(layout.model.num_stages)
+    self._delivers_itself = transport != "dma"
+    self._delivered_by: dict[int, int] = {}
+    self._accumulates: dict[tuple[int, int], list[int]] = {}
     self._host_updates: dict[int, int] = {}
     self._arrivals: dict[int, int] = {}
     self._inputs_out: dict[int, int] = {}
@@ -119,8 +132,15 @@ class _Builder:
         self._add_fetch(uses[ahead], frees=(self._uses[ahead - window],))
 
   def add_updates(self) -> None:
+    last_micro = self._config.accumulation - 1
+    added_up = [
+      index
+      for (_, micro), indices in self._accumulates.items()
+      for index in indices
+      if micro == last_micro
+    ]
     validate = self._add(
-      TaskKind.VALIDATE, Lane.DEVICE, deps=self._grads.values()
+      TaskKind.VALIDATE, Lane.DEVICE, deps=(*self._grads.values(), *added_up)
     )
     trained = [b for b in self._layout.buckets if b.trained]
     for bucket in trained:
@@ -130,7 +150,7 @@ class _Builder:
           TaskKind.DEVICE_UPDATE, Lane.DEVICE, bucket=bucket, deps=deps
         )
         continue
-      deps = (self._outs[bucket.index], validate)
+      deps = (self._on_host[bucket.index], validate)
       update = self._add(
         TaskKind.HOST_UPDATE, Lane.HOST, bucket=bucket, deps=deps
       )
@@ -155,10 +175,8 @@ class _Builder:
       buckets = self._layout.used_by(stage)
       arrivals = [self._arrivals.get(bucket.index) for bucket in buckets]
       self._carry(use, arrivals)
-    if self._delivers_itself:
-      for bucket, out in self._outs.items():
-        stage = self._layout.buckets[bucket].stage
-        self._carry(out, self.tasks[self._grads[stage]].prev_deps)
+    for out, backward in self._delivered_by.items():
+      self._carry(out, self.tasks[backward].prev_deps)
     window = min(self._plan.flow_window, len(self._uses))
     for place, fetches in enumerate(self._fetches):
       for fetch in fetches:
@@ -186,22 +204,60 @@ class _Builder:
   def _add_use(self, use: _Use, arrivals: Sequence[int]) -> None:
     deps = (*self._uses[-1:], *arrivals, *self._inputs_before(use))
     index = self._add(
-      use.kind, Lane.DEVICE, stage=use.stage, micro=use.micro, deps=deps
+      use.kind,
+      Lane.DEVICE,
+      stage=use.stage,
+      micro=use.micro,
+      deps=(*deps, *self._sums_before(use)),
     )
     self._uses.append(index)
-    last_micro = use.micro == self._config.accumulation - 1
-    if use.kind is TaskKind.BACKWARD and last_micro:
+    if use.kind is TaskKind.BACKWARD:
       self._grads[use.stage] = index
-      for bucket in self._layout.of_stage(use.stage):
-        if bucket.trained and not bucket.on_device:
-          self._outs[bucket.index] = self._add(
-            TaskKind.GRAD_OUT,
-            Lane.D2H,
-            bucket=bucket,
-            deps=deps if self._delivers_itself else (index,),
-            bytes=bucket.size * self._wire.grad_bytes,
-          )
+      self._send_gradients(use)
     self._move_inputs(use)
+
+  def _send_gradients(self, use: _Use) -> None:
+    """Adds what becomes of a backward's gradients on the host.
+
+    Those of one micro-batch reach the host lane, which is serial, before those
+    of the next; and all sums of a step before its updates. So a step's updates
+    have read the sums when the next step begins them anew.
+    """
+    last_micro = use.micro == self._config.accumulation - 1
+    on_host = self._plan.accumulate == "host"
+    if not last_micro and not on_host:
+      return
+    backward = self._uses[-1]
+    begins_with = self.tasks[backward].deps
+    for bucket in self._layout.of_stage(use.stage):
+      if not bucket.trained or bucket.on_device:
+        continue
+      index = self._add(
+        TaskKind.GRAD_OUT,
+        Lane.D2H,
+        bucket=bucket,
+        micro=use.micro,
+        deps=begins_with if self._delivers_itself else (backward,),
+        bytes=bucket.size * self._wire.grad_bytes,
+      )
+      if self._delivers_itself:
+        self._delivered_by[index] = backward
+      if on_host:
+        index = self._add(
+          TaskKind.HOST_ACCUMULATE,
+          Lane.HOST,
+          bucket=bucket,
+          micro=use.micro,
+          deps=(index,),
+        )
+        self._accumulates.setdefault((use.stage, use.micro), []).append(index)
+      self._on_host[bucket.index] = index
+
+  def _sums_before(self, use: _Use) -> Sequence[int]:
+    """Returns the sums that give their place on the host to a backward."""
+    if use.kind is not TaskKind.BACKWARD:
+      return ()
+    return self._accumulates.get((use.stage, use.micro - self._num_on_host), ())
 
   def _inputs_before(self, use: _Use) -> Iterable[int]:
     """Returns which moves of stage inputs a use waits for.

@@ -9,9 +9,10 @@ import numpy as np
 
 from sojax import _cpu_ops
 from sojax.plan.adamw import AdamScalars
+from sojax.plan.buckets import CHUNK_ELEMS
 
-CHUNK_ELEMS: int = _cpu_ops.CHUNK_ELEMS
-"""Elements of a segment that share one sum of squares."""
+# Buckets are cut between the chunks of which the kernels sum the squares.
+assert CHUNK_ELEMS == _cpu_ops.CHUNK_ELEMS
 
 # More would be a mistake in the argument: no machine has use for them.
 _MAX_THREADS = 1024

@@ -14,17 +14,19 @@ from sojax.programs.split_model import SplitModel
 
 @dataclasses.dataclass(frozen=True)
 class StageShapes:
-  """What a stage's forward looks like.
+  """What goes into a stage and what comes out, for one rank's micro-batch.
 
   Attributes:
-    x: shape and dtype of what goes in.
-    y: of what comes out.
-    backward_order: places of its parameters, in the order in which backward
+    x: the input.
+    y: the output; of the last stage the loss.
+    targets: shape of the tokens to predict.
+    backward_order: places of the parameters, in the order in which backward
       finishes their gradients: it reaches last what forward uses first.
   """
 
   x: jax.ShapeDtypeStruct
   y: jax.ShapeDtypeStruct
+  targets: tuple[int, int]
   backward_order: tuple[int, ...]
 
 
@@ -67,7 +69,7 @@ def trace_stages(
         f"the loss of stage {name!r} is {y.dtype} of shape {y.shape}; it must"
         " be a float32 scalar: the sum over positions of mask * loss"
       )
-    shapes.append(StageShapes(x, y, order))
+    shapes.append(StageShapes(x, y, batch_shape, order))
     x = y
   return tuple(shapes)
 

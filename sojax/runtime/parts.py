@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from sojax.cluster.mesh import Placement
 from sojax.graph.graph import TaskKind
 from sojax.host.kernels import Pool, cpu_info
+from sojax.host.sums import GradientSums
 from sojax.plan.buckets import Layout
 from sojax.plan.config import TrainConfig
-from sojax.plan.plan import Plan, WireDtypes
+from sojax.plan.plan import Plan
 from sojax.programs.keep import KeepPrograms
 from sojax.programs.split_model import SplitModel
 from sojax.programs.stages import StagePrograms
@@ -17,7 +18,7 @@ from sojax.runtime.compute import Compute
 from sojax.runtime.executor import Action
 from sojax.runtime.gradients_out import DmaOut, GradientsOut
 from sojax.runtime.state import TrainState
-from sojax.runtime.updates import DeviceUpdates, HostUpdates
+from sojax.runtime.updates import DeviceUpdates, HostSums, HostUpdates
 from sojax.runtime.validation import Validation
 from sojax.runtime.weights_in import make_weights
 
@@ -42,15 +43,21 @@ class Parts:
     keep_programs: Mapping[int, KeepPrograms],
     placement: Placement,
   ):
-    """Takes the memory that the plan's account names, and starts the pool."""
+    """Takes the memory that the plan's account names, and starts the pool.
+
+    Raises:
+      ValueError: if the way of gradients to the host is not one for as many
+        devices, or a schedule gives no finite number.
+    """
     self._layout = layout
+    self._plan = plan
     self._config = config
     self._placement = placement
+    self.gradients_out = _make_gradients_out(layout, plan, config, placement)
     self._pool = Pool(plan.pool_threads or cpu_info().cores)
     self.state = TrainState(split, layout, config.active_loss_scale, placement)
     self.weights = make_weights(split, layout, plan, config, placement)
     self.weights.load(self.state.masters())
-    self.gradients_out = _make_gradients_out(layout, plan, config, placement)
     self.compute = Compute(
       split, layout, programs, keep_programs, self.weights, self.gradients_out
     )
@@ -58,13 +65,16 @@ class Parts:
   def actions(self) -> dict[TaskKind, Action]:
     """Returns how each kind of task is issued."""
     layout, config, placement = self._layout, self._config, self._placement
-    validation = Validation(self.state, layout.model.groups, config, placement)
+    sums = GradientSums(layout) if self._plan.accumulate == "host" else None
+    validation = Validation(
+      self.state, layout.model.groups, config, sums, placement
+    )
     host = HostUpdates(layout, self.state, self.weights, self._pool)
     device = DeviceUpdates(
       layout, self.state, self.weights, config.working_dtype, placement
     )
     activations = Activations(placement)
-    return {
+    actions: dict[TaskKind, Action] = {
       TaskKind.FORWARD: self.compute.forward,
       TaskKind.BACKWARD: self.compute.backward,
       TaskKind.GRAD_OUT: self.gradients_out.grad_out,
@@ -75,6 +85,10 @@ class Parts:
       TaskKind.ACTIVATION_OUT: activations.activation_out,
       TaskKind.ACTIVATION_IN: activations.activation_in,
     }
+    if sums is not None:
+      summing = HostSums(layout, sums, self._pool)
+      actions[TaskKind.HOST_ACCUMULATE] = summing.host_accumulate
+    return actions
 
   def close(self) -> None:
     """Ends the threads of the pool; may be called again. No step may run."""
@@ -85,8 +99,6 @@ class Parts:
 def _make_gradients_out(
   layout: Layout, plan: Plan, config: TrainConfig, placement: Placement
 ) -> GradientsOut:
-  transport = plan.transport(layout.model.num_stages)
-  if transport == "dma":
-    return DmaOut(placement)
-  grad_dtype = WireDtypes.of(plan, config).grad
-  return CallbackOut(layout, transport, grad_dtype, placement)
+  if plan.transport(layout.model.num_stages) == "dma":
+    return DmaOut(placement, of_micro_batches=plan.accumulate == "host")
+  return CallbackOut(layout, plan, config, placement)
