@@ -1,7 +1,8 @@
 """Builds the extension `sojax._cpu_ops` from cpu_ops/."""
 
+import json
 import pathlib
-import platform
+import sys
 import sysconfig
 
 import pybind11
@@ -21,20 +22,23 @@ _COMPILE_ARGS = [
   "-Wconversion",
   "-Werror",
 ]
-# Only these files may hold instructions that not every CPU has; dispatch.cc
-# decides at run time whether they are called. Off x86 they are not built.
-_X86_ARGS = {
-  "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-  "kernels_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-}
+# For each machine, the files with instructions that not every CPU of its kind
+# has, and their flags; dispatch.cc decides at run time whether they are called.
+_ISA_ARGS = json.loads((_SOURCE_DIR / "isa_args.json").read_text())
+# That of the Python which is built for, which may not be this machine's.
+_MACHINE = sysconfig.get_platform().rpartition("-")[2]
+if _MACHINE not in _ISA_ARGS:
+  sys.exit(f"sojax has kernels for {', '.join(_ISA_ARGS)}, not for {_MACHINE}")
 
 
 def _sources() -> list[str]:
-  is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+  elsewhere = {
+    name for machine in _ISA_ARGS.values() for name in machine
+  } - set(_ISA_ARGS[_MACHINE])
   return [
     str(path)
     for path in sorted(_SOURCE_DIR.glob("*.cc"))
-    if is_x86 or path.name not in _X86_ARGS
+    if path.name not in elsewhere
   ]
 
 
@@ -46,7 +50,7 @@ class BuildExt(build_ext):
     compile_file = self.compiler._compile
 
     def compile_with_isa(obj, src, ext, cc_args, extra_postargs, pp_opts):
-      isa_args = _X86_ARGS.get(pathlib.Path(src).name, [])
+      isa_args = _ISA_ARGS[_MACHINE].get(pathlib.Path(src).name, [])
       compile_file(
         obj, src, ext, cc_args, [*extra_postargs, *isa_args], pp_opts
       )
@@ -66,7 +70,11 @@ setup(
     Extension(
       "sojax._cpu_ops",
       sources=_sources(),
-      depends=[str(path) for path in sorted(_SOURCE_DIR.glob("*.h"))],
+      depends=[
+        str(path)
+        for pattern in ("*.h", "*.json")
+        for path in sorted(_SOURCE_DIR.glob(pattern))
+      ],
       extra_compile_args=[*_COMPILE_ARGS, *_system_include_args()],
       extra_link_args=["-pthread"],
       language="c++",

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "adam.h"
@@ -65,10 +66,11 @@ const KernelTable& FindKernels(const std::string& isa) {
                         " it has " + available);
 }
 
-std::vector<std::string> AvailableIsas() {
-  std::vector<std::string> isas;
+// The names of the instruction sets and the sizes of their registers in bits.
+std::vector<std::pair<std::string, unsigned>> AvailableIsas() {
+  std::vector<std::pair<std::string, unsigned>> isas;
   for (const KernelTable* table : AvailableKernels()) {
-    isas.emplace_back(table->isa);
+    isas.emplace_back(table->isa, table->vector_bits);
   }
   return isas;
 }

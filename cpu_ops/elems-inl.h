@@ -1,7 +1,8 @@
 // How elements are read and written, over a vector trait V.
 //
 // A trait (vec_<isa>.h) has kLanes, the vector types F of floats, Halves of
-// 16-bit words and Doubles, all of kLanes elements, and
+// 16-bit words and Doubles, all of kLanes elements, kVectorBits, the size of
+// the registers that these are made of, and
 //   Set, Add, Mul, Div, Sqrt, Fma(a, b, c) = a * b + c rounded once,
 //   Load(const float*), Store(float*, F), LoadHalves(const uint16_t*) and
 //   StoreHalves(uint16_t*, Halves), each also with a count of lanes: those
@@ -23,7 +24,7 @@
 
 #include <cstdint>
 
-#define SOJAX_INLINE inline __attribute__((always_inline))
+#include "inline.h"
 
 namespace sojax {
 namespace {

@@ -14,6 +14,7 @@ namespace {
 template <class V>
 constexpr KernelTable MakeKernelTable(const char* isa) {
   return {isa,
+          V::kVectorBits,
           {{AdamStep<V, GradFloat32, WeightNone>::Run,
             AdamStep<V, GradFloat32, WeightFloat32>::Run,
             AdamStep<V, GradFloat32, WeightBfloat16>::Run,

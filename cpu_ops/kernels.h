@@ -10,7 +10,8 @@ namespace sojax {
 
 // The instances of one instruction set, by the types of their arrays.
 struct KernelTable {
-  const char* isa;  // "avx512", "avx2", "scalar"
+  const char* isa;  // "avx512", "avx2", "sve", "neon", "scalar"
+  unsigned vector_bits;
   AdamStepFn adam_step[kNumGradTypes][kNumWeightTypes];
   AccumulateFn widen[kNumGradTypes];
   AccumulateFn accumulate[kNumGradTypes];
@@ -22,6 +23,13 @@ extern const KernelTable kScalarKernels;
 #if defined(__x86_64__)
 extern const KernelTable kAvx2Kernels;
 extern const KernelTable kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const KernelTable kNeonKernels;
+// For vectors of exactly so many bits, which they see to themselves where the
+// CPU's are longer.
+extern const KernelTable kSve128Kernels;
+extern const KernelTable kSve256Kernels;
+extern const KernelTable kSve512Kernels;
 #endif
 
 }  // namespace sojax

@@ -18,6 +18,7 @@ struct Avx2 {
     __m256d low, high;
   };
   static constexpr std::size_t kLanes = 8;
+  static constexpr unsigned kVectorBits = 256;
   static constexpr bool kStreams = true;
 
   static F Set(float x) { return _mm256_set1_ps(x); }

@@ -22,6 +22,7 @@ struct Avx512 {
     __m512d low, high;
   };
   static constexpr std::size_t kLanes = 16;
+  static constexpr unsigned kVectorBits = 512;
   static constexpr bool kStreams = true;
 
   static F Set(float x) { return _mm512_set1_ps(x); }

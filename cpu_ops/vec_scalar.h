@@ -16,6 +16,7 @@ struct Scalar {
   using Halves = std::uint16_t;
   using Doubles = double;
   static constexpr std::size_t kLanes = 1;
+  static constexpr unsigned kVectorBits = 32;
   static constexpr bool kStreams = false;
 
   static F Set(float x) { return x; }

@@ -1,5 +1,6 @@
 """Builds and runs the C++ tests, plain and with sanitizers."""
 
+import json
 import pathlib
 import platform
 import subprocess
@@ -20,10 +21,7 @@ _ARGS = [
   "-Wconversion",
   "-Werror",
 ]
-_X86_ARGS = {
-  "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-  "kernels_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-}
+_ISA_ARGS = json.loads((_CPU_OPS / "isa_args.json").read_text())
 _SOURCES = [
   "dispatch.cc",
   "kernels_scalar.cc",
@@ -70,9 +68,7 @@ def test_the_cpp_tests_pass(sanitizer, tmp_path):
     args += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     if not _has_sanitizer(args, tmp_path):
       pytest.skip(f"{_CXX} has no -fsanitize={sanitizer} here")
-  sources = dict.fromkeys(_SOURCES, [])
-  if platform.machine() == "x86_64":
-    sources |= _X86_ARGS
+  sources = dict.fromkeys(_SOURCES, []) | _ISA_ARGS[platform.machine()]
   objects = []
   for source, isa_args in sources.items():
     objects.append(tmp_path / (pathlib.Path(source).stem + ".o"))

@@ -1,5 +1,6 @@
 """Pools: their instruction sets, threads and cores."""
 
+import ctypes
 import os
 import pathlib
 import platform
@@ -38,7 +39,23 @@ def test_the_instruction_sets_are_those_of_the_cpu():
     expected.append("avx2")
   assert info.isas == (*expected, "scalar")
   assert info.isa == info.isas[0]
+  bits = {"avx512": 512, "avx2": 256, "scalar": 32}
+  assert info.vector_bits == bits[info.isa]
   assert info.cores == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="Arm only")
+def test_the_instruction_sets_are_those_of_the_arm_cpu():
+  info = kernels.cpu_info()
+  get_vector_length = 51  # PR_SVE_GET_VL
+  state = ctypes.CDLL(None).prctl(get_vector_length, 0, 0, 0, 0)
+  has_sve = state >= 0
+  assert info.isas == (*(["sve"] * has_sve), "neon", "scalar")
+  assert info.isa == info.isas[0]
+  # The low half of the state is the length in bytes.
+  length = 8 * (state & 0xFFFF)
+  bits = max(x for x in (128, 256, 512) if x <= length) if has_sve else 128
+  assert info.vector_bits == bits
 
 
 def test_a_pool_says_what_it_uses():
@@ -49,7 +66,11 @@ def test_a_pool_says_what_it_uses():
     assert pool.isa == ISAS[0]
 
 
-@pytest.mark.parametrize("isa", ["sve", "AVX2", "", "best"])
+# Every machine lacks the best of the other kind.
+_MISSING = "avx512" if platform.machine() == "aarch64" else "sve"
+
+
+@pytest.mark.parametrize("isa", [_MISSING, "AVX2", "", "best"])
 def test_a_missing_instruction_set_is_an_error_that_names_the_others(isa):
   with pytest.raises(ValueError, match=f"isa='{isa}'.*'scalar'"):
     Pool(1, isa=isa)

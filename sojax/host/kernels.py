@@ -22,13 +22,16 @@ class CpuInfo:
   """What the kernels found on this machine.
 
   Attributes:
-    isas: the instruction sets that can be asked for, best first.
+    isas: the instruction sets that can be asked for, best first: out of
+      "avx512", "avx2", "sve", "neon" and "scalar".
     isa: the one that is taken when none is asked for.
+    vector_bits: the size of its registers; of "sve" another on each CPU.
     cores: number of cores that this process may run on.
   """
 
   isas: tuple[str, ...]
   isa: str
+  vector_bits: int
   cores: int
 
 
@@ -38,8 +41,13 @@ def cpu_info() -> CpuInfo:
   >>> cpu_info().isas[-1]
   'scalar'
   """
-  isas = tuple(_cpu_ops.available_isas())
-  return CpuInfo(isas=isas, isa=isas[0], cores=len(os.sched_getaffinity(0)))
+  isas, vector_bits = zip(*_cpu_ops.available_isas(), strict=True)
+  return CpuInfo(
+    isas=isas,
+    isa=isas[0],
+    vector_bits=vector_bits[0],
+    cores=len(os.sched_getaffinity(0)),
+  )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +102,7 @@ class Pool:
 
   Attributes:
     num_threads: number of threads.
-    isa: the instruction set in use: "avx512", "avx2" or "scalar".
+    isa: the instruction set in use, one of `cpu_info().isas`.
     cores: the core of each thread, or None if they are not bound.
 
   >>> with Pool(2, isa="scalar") as pool:
