@@ -11,7 +11,7 @@ _AccumulateSegment = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 CHUNK_ELEMS: int
 
-def available_isas() -> list[str]: ...
+def available_isas() -> list[tuple[str, int]]: ...
 
 class AdamParams:
   def __init__(

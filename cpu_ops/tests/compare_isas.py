@@ -166,14 +166,12 @@ class Column:
   checksums: dict[str, str]
 
 
-def _columns(target: Target, directory: pathlib.Path) -> list[Column]:
-  """Builds the programs, runs them on every CPU and reads what they print."""
-  programs = _build(target, directory)
+def _columns(target: Target, program: pathlib.Path) -> list[Column]:
+  """Runs `checksums` on every CPU of the target and reads what it prints."""
   columns = []
   for cpu, words in target.runs.items():
-    _run(*words, programs["cpu_ops_test"])
     by_isa: dict[str, dict[str, str]] = {}
-    for line in _run(*words, programs["checksums"]).splitlines():
+    for line in _run(*words, program).splitlines():
       operation, isa, bits, checksum = line.split()
       name = f"{isa}{bits}" if isa == "sve" else isa
       by_isa.setdefault(name, {})[operation] = checksum
@@ -181,7 +179,6 @@ def _columns(target: Target, directory: pathlib.Path) -> list[Column]:
       Column(machine=target.machine, isa=isa, cpu=cpu, checksums=checksums)
       for isa, checksums in by_isa.items()
     ]
-    print(f"{target.machine}, {cpu}: the C++ tests pass", flush=True)
   return columns
 
 
@@ -233,19 +230,26 @@ def main() -> None:
   parser.add_argument("--build-dir", type=pathlib.Path, required=True)
   build_dir = parser.parse_args().build_dir
   skipped: list[str] = []
+  built = []
   columns: list[Column] = []
   for i, target in enumerate(_targets(skipped)):
-    columns += _columns(target, build_dir / f"{target.machine}-{i}")
+    programs = _build(target, build_dir / f"{target.machine}-{i}")
+    built.append((target, programs))
+    columns += _columns(target, programs["checksums"])
   if columns:
     _print_table(columns)
-  for line in skipped:
-    print(f"SKIPPED: {line}")
   if differences := _differences(columns):
     sys.exit("\n".join(differences))
   print(
     f"{len(_operations(columns))} operations have the same bits in"
     f" {len(columns)} runs of an instruction set on a CPU"
   )
+  for target, programs in built:
+    for cpu, words in target.runs.items():
+      _run(*words, programs["cpu_ops_test"])
+      print(f"cpu_ops_test passes: {target.machine}, {cpu}", flush=True)
+  for line in skipped:
+    print(f"SKIPPED: {line}")
 
 
 if __name__ == "__main__":

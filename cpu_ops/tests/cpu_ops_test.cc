@@ -203,8 +203,9 @@ void TestSumsOfEveryLengthAndOffsetEqualTheScalarTwin() {
 // Flush to zero, denormals are zero, round down, a sticky flag.
 constexpr FpWord kStrangeFpMode = 0x1f80 | 0x8040 | 0x2000 | 0x0020;
 #else
-// Flush to zero, default NaN, round down.
-constexpr FpWord kStrangeFpMode = (1u << 24) | (1u << 25) | (2u << 22);
+// Flush to zero, default NaN, round down, a sticky flag.
+constexpr FpWord kStrangeFpMode =
+    (1u << 24) | (1u << 25) | (2u << 22) | (FpWord{1} << 33);
 #endif
 
 // Calls the function in a strange mode, which it must leave alone.
