@@ -236,8 +236,9 @@ def main() -> None:
     programs = _build(target, build_dir / f"{target.machine}-{i}")
     built.append((target, programs))
     columns += _columns(target, programs["checksums"])
-  if columns:
-    _print_table(columns)
+  if not columns:
+    sys.exit("\n".join(["nothing could be run", *skipped]))
+  _print_table(columns)
   if differences := _differences(columns):
     sys.exit("\n".join(differences))
   print(
