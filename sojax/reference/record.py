@@ -190,7 +190,9 @@ def _unpack(stored: np.ndarray, n: int, bytes_per_param: int) -> np.ndarray:
   if bytes_per_param == 3:
     columns = np.split(groups, 3, axis=1)
   else:
-    mu, *narrow = np.split(groups, [_GROUP_ELEMS, 3 * _GROUP_ELEMS // 2], axis=1)
+    mu, *narrow = np.split(
+      groups, [_GROUP_ELEMS, 3 * _GROUP_ELEMS // 2], axis=1
+    )
     columns = [mu, *(_unpack_nibbles(x) for x in narrow)]
   codes = [x.reshape(-1)[:n].view(np.int8) for x in columns]
   return np.stack(codes, axis=1).astype(np.int32)
