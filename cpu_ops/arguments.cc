@@ -105,6 +105,12 @@ double* ArrayReader::ChunkSums(const py::object& object, const char* field) {
   return static_cast<double*>(array.mutable_data());
 }
 
+void ArrayReader::Require(const py::object& object, const char* field) const {
+  if (object.is_none()) {
+    throw py::type_error(Name(field) + " is None; give a numpy.ndarray");
+  }
+}
+
 std::size_t ArrayReader::LayoutIndex(const Layout& layout) const {
   const std::size_t index = FindLayout(layout);
   if (index == kNumLayouts) {

@@ -45,6 +45,9 @@ class ArrayReader {
   // May be None: nullptr. One double for each chunk of the segment.
   double* ChunkSums(const pybind11::object& object, const char* field);
 
+  // Throws if an optional field is None all the same.
+  void Require(const pybind11::object& object, const char* field) const;
+
   // The length of the segment.
   std::size_t num_elems() const { return num_elems_; }
 

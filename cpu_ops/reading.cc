@@ -56,6 +56,7 @@ std::vector<SquaresSegment> ReadSquaresSegments(const py::iterable& items,
     const py::tuple fields = reader.NextSegment(item, 3);
     SquaresSegment segment{};
     segment.buffers.grad = reader.Grad(fields[0], "grad", &segment.grad_type);
+    reader.Require(fields[1], "sumsq_out");
     segment.buffers.sumsq = reader.ChunkSums(fields[1], "sumsq_out");
     segment.buffers.sum = reader.OptionalFloats(fields[2], "sum");
     segment.num_elems = reader.num_elems();
@@ -71,6 +72,7 @@ std::vector<NarrowSegment> ReadNarrowSegments(const py::iterable& items,
     const py::tuple fields = reader.NextSegment(item, 2);
     NarrowSegment segment{};
     segment.p = reader.ConstFloats(fields[0], "p");
+    reader.Require(fields[1], "weight_out");
     segment.weight =
         reader.Weight(fields[1], "weight_out", &segment.weight_type);
     segment.num_elems = reader.num_elems();

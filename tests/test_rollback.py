@@ -443,7 +443,7 @@ def test_chunks_that_do_not_fit_are_left_out(isa, form, num_threads):
   states = [x.copy() for x in originals]
   stepped = [x.twin() for x in originals]
   with Pool(num_threads, isa=isa) as pool:
-    record = record_for(states, form, cap=0.5)
+    record = record_for(states, form, cap=0.3)
     segments = take(pool, states, record)
     left_out = record.offsets[:-1] == -1
     assert 0 < left_out.sum() < left_out.size
