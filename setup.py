@@ -13,6 +13,8 @@ _SOURCE_DIR = pathlib.Path("cpu_ops")
 _COMPILE_ARGS = [
   "-std=c++17",
   "-O3",
+  # Of so many inlined instances, debug information would be 50 MB.
+  "-g0",
   # Every product and sum is rounded where the source says so.
   "-ffp-contract=off",
   "-fno-math-errno",

@@ -23,6 +23,10 @@ struct NeonVector {
   struct Doubles {
     float64x2_t x0, x1, x2, x3;
   };
+  struct Ints {
+    uint32x4_t low, high;
+  };
+  using Mask = Ints;  // all bits of a lane, or none
   static constexpr std::size_t kLanes = 8;
   static constexpr unsigned kVectorBits = 128;
   // As in vec_sve.h.
@@ -31,6 +35,9 @@ struct NeonVector {
   static F Set(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
   static F Add(F a, F b) {
     return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)};
+  }
+  static F Sub(F a, F b) {
+    return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)};
   }
   static F Mul(F a, F b) {
     return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)};
@@ -41,6 +48,11 @@ struct NeonVector {
   static F Sqrt(F a) { return {vsqrtq_f32(a.low), vsqrtq_f32(a.high)}; }
   static F Fma(F a, F b, F c) {
     return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+  }
+
+  static F Below(F x, F limit) {
+    return {vbslq_f32(vcltq_f32(x.low, limit.low), x.low, limit.low),
+            vbslq_f32(vcltq_f32(x.high, limit.high), x.high, limit.high)};
   }
 
   // An array may start at any byte, which these instructions do not mind.
@@ -76,13 +88,9 @@ struct NeonVector {
     std::memcpy(to, &x, count * sizeof(*to));
   }
 
-  static F WidenBf16(Halves x) {
-    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)),
-            vreinterpretq_f32_u32(vshll_high_n_u16(x, 16))};
-  }
+  static F WidenBf16(Halves x) { return FromBits(AsUpperHalves(x)); }
   static Halves NarrowBf16(F x) {
-    const uint16x4_t low = UpperHalves(RoundBf16(x.low));
-    return vshrn_high_n_u32(low, RoundBf16(x.high), 16);
+    return vbslq_u16(IsNumber(x), HighHalves(x), vdupq_n_u16(0x7fc0));
   }
   static F WidenF16(Halves x) {
     const float16x8_t halves = vreinterpretq_f16_u16(x);
@@ -91,10 +99,70 @@ struct NeonVector {
   static Halves NarrowF16(F x) {
     const Halves rounded =
         vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.low), x.high));
-    const uint16x8_t is_number =
-        vuzp1q_u16(vreinterpretq_u16_u32(vceqq_f32(x.low, x.low)),
-                   vreinterpretq_u16_u32(vceqq_f32(x.high, x.high)));
-    return vbslq_u16(is_number, rounded, vdupq_n_u16(0x7e00));
+    return vbslq_u16(IsNumber(x), rounded, vdupq_n_u16(0x7e00));
+  }
+
+  static F QuietNan(F x) {
+    const F nan = FromBits(Repeat(0x7fc00000));
+    return {vbslq_f32(vceqq_f32(x.low, x.low), x.low, nan.low),
+            vbslq_f32(vceqq_f32(x.high, x.high), x.high, nan.high)};
+  }
+  static F JoinHalves(Halves high, Halves low) {
+    return FromBits(
+        AddInts(AsUpperHalves(high), Widen(vreinterpretq_s16_u16(low))));
+  }
+  static Halves HighHalves(F x) {
+    return UpperHalves(AddInts(Bits(x), Repeat(0x8000)));
+  }
+  static Halves LowHalves(F x) { return LowerHalves(Bits(x)); }
+
+  static Ints Bits(F x) {
+    return {vreinterpretq_u32_f32(x.low), vreinterpretq_u32_f32(x.high)};
+  }
+  static F FromBits(Ints x) {
+    return {vreinterpretq_f32_u32(x.low), vreinterpretq_f32_u32(x.high)};
+  }
+  static Ints AddInts(Ints a, Ints b) {
+    return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)};
+  }
+  static Ints SubInts(Ints a, Ints b) {
+    return {vsubq_u32(a.low, b.low), vsubq_u32(a.high, b.high)};
+  }
+  static Mask IsBeyond(Ints x, int limit) {
+    const auto bound = static_cast<std::uint32_t>(limit);
+    const Ints shifted = AddInts(x, Repeat(bound));
+    const uint32x4_t largest = vdupq_n_u32(2 * bound);
+    return {vcgtq_u32(shifted.low, largest), vcgtq_u32(shifted.high, largest)};
+  }
+  static Mask IsEqual(Ints x, int value) {
+    const uint32x4_t other = vdupq_n_u32(static_cast<std::uint32_t>(value));
+    return {vceqq_u32(x.low, other), vceqq_u32(x.high, other)};
+  }
+  static Mask Or(Mask a, Mask b) {
+    return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)};
+  }
+  static bool Any(Mask x) { return vmaxvq_u32(vorrq_u32(x.low, x.high)) != 0; }
+
+  static Ints LoadBytes(const std::int8_t* from) {
+    return Widen(vmovl_s8(vld1_s8(from)));
+  }
+  static void StoreBytes(std::int8_t* to, Ints a, Ints b) {
+    vst1q_s8(to, vreinterpretq_s8_u8(LowerBytes(a, b)));
+  }
+  template <std::size_t kHalf>
+  static Ints LoadNibbles(const std::uint8_t* from) {
+    std::uint32_t bytes;
+    std::memcpy(&bytes, from + kHalf * kLanes / 2, sizeof(bytes));
+    // Shifted down from the top of a byte, a code keeps its sign.
+    const int8x8_t odd = vreinterpret_s8_u32(vdup_n_u32(bytes));
+    const int8x8_t even = vshl_n_s8(odd, 4);
+    return Widen(vmovl_s8(vshr_n_s8(vzip1_s8(even, odd), 4)));
+  }
+  static void StoreNibbles(std::uint8_t* to, Ints a, Ints b) {
+    // The odd code of each pair of bytes moves to bit 4 of the even one.
+    const uint16x8_t pairs =
+        vreinterpretq_u16_u8(vandq_u8(LowerBytes(a, b), vdupq_n_u8(15)));
+    vst1_u8(to, vmovn_u16(vorrq_u16(pairs, vshrq_n_u16(pairs, 4))));
   }
 
   static Doubles Zeros() {
@@ -117,13 +185,31 @@ struct NeonVector {
   }
 
  private:
-  // The bfloat16 is the upper half of each.
-  static uint32x4_t RoundBf16(float32x4_t x) {
-    const uint32x4_t rounded =
-        vaddq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x8000));
-    return vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000));
+  static uint16x8_t IsNumber(F x) {
+    return LowerHalves({vceqq_f32(x.low, x.low), vceqq_f32(x.high, x.high)});
   }
-  static uint16x4_t UpperHalves(uint32x4_t x) { return vshrn_n_u32(x, 16); }
+  static Ints Repeat(std::uint32_t x) {
+    return {vdupq_n_u32(x), vdupq_n_u32(x)};
+  }
+  static Ints Widen(int16x8_t x) {
+    return {vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(x))),
+            vreinterpretq_u32_s32(vmovl_high_s16(x))};
+  }
+  static Ints AsUpperHalves(Halves x) {
+    return {vshll_n_u16(vget_low_u16(x), 16), vshll_high_n_u16(x, 16)};
+  }
+  static Halves UpperHalves(Ints x) {
+    return vuzp2q_u16(vreinterpretq_u16_u32(x.low),
+                      vreinterpretq_u16_u32(x.high));
+  }
+  static Halves LowerHalves(Ints x) {
+    return vuzp1q_u16(vreinterpretq_u16_u32(x.low),
+                      vreinterpretq_u16_u32(x.high));
+  }
+  static uint8x16_t LowerBytes(Ints a, Ints b) {
+    return vuzp1q_u8(vreinterpretq_u8_u16(LowerHalves(a)),
+                     vreinterpretq_u8_u16(LowerHalves(b)));
+  }
 };
 
 using Neon = Pair<NeonVector>;
