@@ -122,8 +122,7 @@ class Narrowing {
                                                typename Weight::Elem* weight,
                                                std::size_t n) {
     ForEachVector<V>(0, n, [&](auto i, auto, auto... count) {
-      Weight::template Store<V>(weight + i, V::Load(p + i, count...),
-                                count...);
+      Weight::template Store<V>(weight + i, V::Load(p + i, count...), count...);
     });
   }
 };

@@ -23,7 +23,7 @@ namespace {
 // cores). p, mu and nu are not: their lines have just been read.
 //
 template <class V, class Weight>
-constexpr bool kStreamsWeights = Weight::kWrites&& V::kStreams;
+constexpr bool kStreamsWeights = Weight::kWrites && V::kStreams;
 
 // Elements from `weight` to the next address where a vector can be streamed;
 // SIZE_MAX if there is none. Below V::kLanes otherwise.

@@ -32,7 +32,8 @@ struct LayoutInstances {
   // In the order of RecordForm.
   static constexpr LayoutKernels kKernels = {
       AdamStep<V, Grad, Master, Weight>::Run,
-      {Record<RecordForm::kTwoBytes>::Run, Record<RecordForm::kThreeBytes>::Run},
+      {Record<RecordForm::kTwoBytes>::Run,
+       Record<RecordForm::kThreeBytes>::Run},
       {Undoing<RecordForm::kTwoBytes>::Undo,
        Undoing<RecordForm::kThreeBytes>::Undo},
       {Redoing<RecordForm::kTwoBytes>::Redo,
@@ -43,19 +44,19 @@ template <class V, std::size_t... kLayout>
 constexpr KernelTable MakeKernelTable(const char* isa,
                                       std::index_sequence<kLayout...>) {
   // Others follow the order of GradType and WeightType.
-  return {isa,
-          {LayoutInstances<V, kLayout>::kKernels...},
-          {Accumulation<V, GradFloat32, false>::Run,
-           Accumulation<V, GradBfloat16, false>::Run,
-           Accumulation<V, GradFloat16, false>::Run},
-          {Accumulation<V, GradFloat32, true>::Run,
-           Accumulation<V, GradBfloat16, true>::Run,
-           Accumulation<V, GradFloat16, true>::Run},
-          {Squares<V, GradFloat32>::Run, Squares<V, GradBfloat16>::Run,
-           Squares<V, GradFloat16>::Run},
-          {nullptr, Narrowing<V, WeightFloat32>::Run,
-           Narrowing<V, WeightBfloat16>::Run,
-           Narrowing<V, WeightFloat16>::Run}};
+  return {
+      isa,
+      {LayoutInstances<V, kLayout>::kKernels...},
+      {Accumulation<V, GradFloat32, false>::Run,
+       Accumulation<V, GradBfloat16, false>::Run,
+       Accumulation<V, GradFloat16, false>::Run},
+      {Accumulation<V, GradFloat32, true>::Run,
+       Accumulation<V, GradBfloat16, true>::Run,
+       Accumulation<V, GradFloat16, true>::Run},
+      {Squares<V, GradFloat32>::Run, Squares<V, GradBfloat16>::Run,
+       Squares<V, GradFloat16>::Run},
+      {nullptr, Narrowing<V, WeightFloat32>::Run,
+       Narrowing<V, WeightBfloat16>::Run, Narrowing<V, WeightFloat16>::Run}};
 }
 
 template <class V>

@@ -28,8 +28,8 @@ constexpr std::size_t kCacheLineBytes = 64;
 // the array this does nothing, but a pointer there may not be formed.
 SOJAX_INLINE void PrefetchBytes(std::uintptr_t start, std::size_t num_bytes) {
   for (std::size_t i = 0; i < num_bytes; i += kCacheLineBytes) {
-    __builtin_prefetch(reinterpret_cast<const void*>(start + kPrefetchBytes + i),
-                       0, 2);
+    __builtin_prefetch(
+        reinterpret_cast<const void*>(start + kPrefetchBytes + i), 0, 2);
   }
 }
 

@@ -90,11 +90,16 @@ float RoundScalar(double x) {
 AdamParams MakeParams(double b1, double b2, double one_minus_b1,
                       double one_minus_b2, double k, double r, double s,
                       double d, double eps, double grad_scale) {
-  return {RoundScalar(b1),           RoundScalar(b2),
-          RoundScalar(one_minus_b1), RoundScalar(one_minus_b2),
-          RoundScalar(k),            RoundScalar(r),
-          RoundScalar(s),            RoundScalar(d),
-          RoundScalar(eps),          RoundScalar(grad_scale)};
+  return {RoundScalar(b1),
+          RoundScalar(b2),
+          RoundScalar(one_minus_b1),
+          RoundScalar(one_minus_b2),
+          RoundScalar(k),
+          RoundScalar(r),
+          RoundScalar(s),
+          RoundScalar(d),
+          RoundScalar(eps),
+          RoundScalar(grad_scale)};
 }
 
 }  // namespace sojax

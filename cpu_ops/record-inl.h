@@ -131,8 +131,8 @@ class RecordStep {
                                         Squares& squares, std::size_t j,
                                         std::size_t i, float* escapes) {
     Ints mu_a, nu_a, p_a, mu_b, nu_b, p_b;
-    escapes = RecordVector<kStream>(pass, b, squares, j, i, mu_a, nu_a, p_a,
-                                    escapes);
+    escapes =
+        RecordVector<kStream>(pass, b, squares, j, i, mu_a, nu_a, p_a, escapes);
     escapes = RecordVector<kStream>(pass, b, squares, j + 1, i + V::kLanes,
                                     mu_b, nu_b, p_b, escapes);
     std::uint8_t* group = pass.codes + i / kGroupElems * Group::kBytes;
@@ -197,10 +197,9 @@ class RecordStep {
     mu_code = Difference(mu, pass.estimates.Mu(new_mu, mu_gain));
     nu_code = Difference(nu, pass.estimates.Nu(new_nu, nu_gain));
     p_code = Difference(p, pass.estimates.P(new_p, move));
-    const auto escaping =
-        V::Or(V::Or(V::IsBeyond(mu_code, Group::Mu::kLimit),
-                    V::IsBeyond(nu_code, Group::Nu::kLimit)),
-              V::IsBeyond(p_code, Group::P::kLimit));
+    const auto escaping = V::Or(V::Or(V::IsBeyond(mu_code, Group::Mu::kLimit),
+                                      V::IsBeyond(nu_code, Group::Nu::kLimit)),
+                                V::IsBeyond(p_code, Group::P::kLimit));
     if (sizeof...(Count) != 0 || __builtin_expect(V::Any(escaping), 0)) {
       SlowVector slow;
       V::Store(slow.values[0], mu);

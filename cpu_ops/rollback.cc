@@ -37,9 +37,9 @@ Items ForEachChunk(std::vector<AdamSegment> segments, const Record& record,
                    Function run) {
   std::vector<Chunk> chunks = CutIntoChunks(segments, record);
   const std::size_t num_items = chunks.size();
-  return {num_items, [segments = std::move(segments),
-                      chunks = std::move(chunks), run = std::move(run)](
-                         std::size_t item, std::size_t thread) {
+  return {num_items,
+          [segments = std::move(segments), chunks = std::move(chunks),
+           run = std::move(run)](std::size_t item, std::size_t thread) {
             const Chunk& chunk = chunks[item];
             run(segments[chunk.piece.segment], chunk, thread);
           }};
@@ -179,14 +179,14 @@ Items RecordItems(const KernelTable& kernels, const AdamParams& params,
 
 Items FinishItems(const KernelTable& kernels, const AdamParams& params,
                   std::vector<AdamSegment> segments, const Record& record) {
-  return ForEachChunk(std::move(segments), record,
-                      [&kernels, params, record](const AdamSegment& segment,
-                                                 const Chunk& chunk,
-                                                 std::size_t) {
-                        if (record.offsets[chunk.index] == kLeftOut) {
-                          StepChunk(kernels, params, segment, chunk);
-                        }
-                      });
+  return ForEachChunk(
+      std::move(segments), record,
+      [&kernels, params, record](const AdamSegment& segment, const Chunk& chunk,
+                                 std::size_t) {
+        if (record.offsets[chunk.index] == kLeftOut) {
+          StepChunk(kernels, params, segment, chunk);
+        }
+      });
 }
 
 Items UndoItems(const KernelTable& kernels, const AdamParams& params,
@@ -223,10 +223,10 @@ Items RedoItems(const KernelTable& kernels, const AdamParams& params,
         const Escapes escapes = EscapesOf(record, chunk, num_chunks);
         const auto redo = kernels.layouts[segment.layout]
                               .redo[static_cast<std::size_t>(record.form)];
-        CheckCount(redo(params, new_params.grad_scale,
-                        ChunkBuffers(segment, chunk), chunk.codes, escapes,
-                        chunk.piece.num_elems),
-                   escapes);
+        CheckCount(
+            redo(params, new_params.grad_scale, ChunkBuffers(segment, chunk),
+                 chunk.codes, escapes, chunk.piece.num_elems),
+            escapes);
       });
 }
 

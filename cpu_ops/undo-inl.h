@@ -66,10 +66,12 @@ class TakeBack {
   };
 
   // Not inlined: see ScopedDefaultFpMode.
-  static __attribute__((noinline)) std::size_t Run(
-      const AdamParams& params, const AdamParams& new_params,
-      const AdamBuffers& buffers, const std::uint8_t* codes, Escapes escapes,
-      std::size_t n) {
+  static __attribute__((noinline)) std::size_t Run(const AdamParams& params,
+                                                   const AdamParams& new_params,
+                                                   const AdamBuffers& buffers,
+                                                   const std::uint8_t* codes,
+                                                   Escapes escapes,
+                                                   std::size_t n) {
     const Pass pass(params, new_params, codes);
     const AdamBuffers b = buffers;  // a copy stays in registers
     Cursor cursor{escapes};

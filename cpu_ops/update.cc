@@ -30,9 +30,9 @@ Items ForEachPiece(std::vector<Segment> segments, std::size_t num_threads,
     CutSegment(i, segments[i].num_elems, limit, pieces);
   }
   const std::size_t num_items = pieces.size();
-  return {num_items, [segments = std::move(segments),
-                      pieces = std::move(pieces), run = std::move(run)](
-                         std::size_t item, std::size_t) {
+  return {num_items,
+          [segments = std::move(segments), pieces = std::move(pieces),
+           run = std::move(run)](std::size_t item, std::size_t) {
             run(segments[pieces[item].segment], pieces[item]);
           }};
 }

@@ -104,8 +104,8 @@ struct Avx2 {
   static Ints SubInts(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
   static Mask IsBeyond(Ints x, int limit) {
     const Ints shifted = AddInts(x, Repeat(limit));
-    return _mm256_cmpeq_epi32(
-        _mm256_max_epu32(shifted, Repeat(2 * limit + 1)), shifted);
+    return _mm256_cmpeq_epi32(_mm256_max_epu32(shifted, Repeat(2 * limit + 1)),
+                              shifted);
   }
   static Mask IsEqual(Ints x, int value) {
     return _mm256_cmpeq_epi32(x, Repeat(value));

@@ -100,9 +100,7 @@ struct Scalar {
     return static_cast<Halves>(sign | half);
   }
 
-  static F QuietNan(F x) {
-    return IsNan(Bits(x)) ? FromBits(0x7fc00000u) : x;
-  }
+  static F QuietNan(F x) { return IsNan(Bits(x)) ? FromBits(0x7fc00000u) : x; }
   static F JoinHalves(Halves high, Halves low) {
     return FromBits((static_cast<std::uint32_t>(high) << 16) +
                     SignExtend(low, 16));
