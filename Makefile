@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet \
 CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
   cpu_ops/tests/*.cc)
 
-.PHONY: train test test-slow test-all test-newest lint format bench install clean help
+.PHONY: train test test-slow test-all test-newest test-mutations lint format bench install clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test      all fast tests"
 	@echo "make test-all  all tests"
 	@echo "make test-newest  all fast tests on Python 3.12 and the newest jax"
+	@echo "make test-mutations  break the kernels and see the tests fail"
 	@echo "make lint      check format, style and types"
 	@echo "make format    put the sources into their format"
 	@echo "make bench     compare the step with plain jax + optax"
@@ -41,6 +42,9 @@ test-all: test test-slow
 test-newest:
 	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-newest \
 	  CONSTRAINTS=constraints-newest.txt
+
+test-mutations: install
+	$(BIN)/python -m tests.mutations
 
 lint: install
 	$(BIN)/ruff format --check
