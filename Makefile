@@ -16,8 +16,8 @@ CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
 # An aarch64 Python, unpacked for the emulator.
 AARCH64 := build/aarch64
 
-.PHONY: train test test-slow test-all test-newest test-isa test-aarch64 lint \
-  format bench wheels install clean help
+.PHONY: train test test-slow test-all test-newest test-isa test-aarch64 \
+  test-mutations lint format bench wheels install clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-isa  compare the kernels' bits between instruction sets"
 	@echo "make test-aarch64  build for aarch64, test the kernels in an emulator"
 	@echo "make wheels    build wheels for x86-64 and aarch64 into dist/"
+	@echo "make test-mutations  break the kernels and see the tests fail"
 	@echo "make lint      check format, style and types"
 	@echo "make format    put the sources into their format"
 	@echo "make bench     compare the step with plain jax + optax"
@@ -55,6 +56,9 @@ test-isa: install
 
 test-aarch64: install
 	$(BIN)/python tests/aarch64/emulate.py test --dir=$(AARCH64) --dist=dist
+
+test-mutations: install
+	$(BIN)/python -m tests.mutations
 
 wheels: install
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .

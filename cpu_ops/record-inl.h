@@ -40,6 +40,7 @@ class RecordStep {
   using Group = GroupLayout<kForm>;
   static constexpr std::size_t kPair = kPairElems<V>;
   static_assert(kBlockElems % kPair == 0 && kGroupElems % kPair == 0);
+  static_assert(kPair <= Padded<Grad, Master, Weight>::kMaxElems);
 
   struct Pass {
     SOJAX_INLINE Pass(const AdamParams& params, std::uint8_t* to)

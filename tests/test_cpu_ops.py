@@ -24,11 +24,14 @@ _ARGS = [
 _ISA_ARGS = json.loads((_CPU_OPS / "isa_args.json").read_text())
 _SOURCES = [
   "dispatch.cc",
+  "extents.cc",
   "kernels_scalar.cc",
   "pool.cc",
+  "rollback.cc",
+  "segments.cc",
   "update.cc",
-  "tests/cpu_ops_test.cc",
 ]
+_TESTS = ["kernels_test", "pool_test"]
 
 
 def _run(*command):
@@ -69,9 +72,17 @@ def test_the_cpp_tests_pass(sanitizer, tmp_path):
     if not _has_sanitizer(args, tmp_path):
       pytest.skip(f"{_CXX} has no -fsanitize={sanitizer} here")
   sources = dict.fromkeys(_SOURCES, []) | _ISA_ARGS[platform.machine()]
-  objects = []
-  for source, isa_args in sources.items():
-    objects.append(tmp_path / (pathlib.Path(source).stem + ".o"))
-    _run(_CXX, *args, *isa_args, "-c", _CPU_OPS / source, "-o", objects[-1])
-  _run(_CXX, *args, *objects, "-o", tmp_path / "cpu_ops_test")
-  _run(tmp_path / "cpu_ops_test")
+  objects = [
+    _compile(source, [*args, *isa_args], tmp_path)
+    for source, isa_args in sources.items()
+  ]
+  for test in _TESTS:
+    main = _compile(f"tests/{test}.cc", args, tmp_path)
+    _run(_CXX, *args, *objects, main, "-o", tmp_path / test)
+    _run(tmp_path / test)
+
+
+def _compile(source, args, directory):
+  target = directory / (pathlib.Path(source).stem + ".o")
+  _run(_CXX, *args, "-c", _CPU_OPS / source, "-o", target)
+  return target

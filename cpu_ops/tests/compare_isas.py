@@ -2,7 +2,7 @@
 
     python cpu_ops/tests/compare_isas.py --build-dir=build/isa
 
-Builds checksums.cc and cpu_ops_test.cc for this machine and, where a cross
+Builds checksums.cc and the C++ tests for this machine and, where a cross
 compiler and an emulator of aarch64 are found, for that one; runs them with
 every instruction set and SVE length that there is; prints a table of checksums.
 Exits with 1 if a build or a test fails, or two checksums of one operation
@@ -10,6 +10,7 @@ differ. What could not be run is said, and is no failure.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import pathlib
@@ -29,8 +30,17 @@ _COMPILE_ARGS = [
   "-fvisibility=hidden",
   "-pthread",
 ]
-_SOURCES = ["dispatch.cc", "kernels_scalar.cc", "pool.cc", "update.cc"]
-_PROGRAMS = ["checksums", "cpu_ops_test"]
+_SOURCES = [
+  "dispatch.cc",
+  "extents.cc",
+  "kernels_scalar.cc",
+  "pool.cc",
+  "rollback.cc",
+  "segments.cc",
+  "update.cc",
+]
+_TESTS = ["kernels_test", "pool_test"]
+_PROGRAMS = ["checksums", *_TESTS]
 
 # The lengths that have an instance, one that has not, and one past them all, in
 # units of 128 bits; then a CPU without SVE.
@@ -103,7 +113,7 @@ def _targets(skipped: list[str]) -> list[Target]:
 
 
 def _run(*command: str | pathlib.Path) -> str:
-  """Runs a command, ends the program with its output if it fails."""
+  """Runs a command; ends the program with its output if it fails."""
   result = subprocess.run(
     list(map(str, command)),
     stdout=subprocess.PIPE,
@@ -129,10 +139,14 @@ def _build(target: Target, directory: pathlib.Path) -> dict[str, pathlib.Path]:
     return obj
 
   isa_args = _ISA_ARGS[target.machine]
-  objects = [
-    compile_source(source, *isa_args.get(source, []))
-    for source in (*_SOURCES, *isa_args)
-  ]
+  # Those of an instruction set take the longest, and two cores are common.
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    objects = list(
+      pool.map(
+        lambda source: compile_source(source, *isa_args.get(source, [])),
+        (*isa_args, *_SOURCES),
+      )
+    )
   programs = {}
   for name in _PROGRAMS:
     programs[name] = directory / name
@@ -247,8 +261,9 @@ def main() -> None:
   )
   for target, programs in built:
     for cpu, words in target.runs.items():
-      _run(*words, programs["cpu_ops_test"])
-      print(f"cpu_ops_test passes: {target.machine}, {cpu}", flush=True)
+      for test in _TESTS:
+        _run(*words, programs[test])
+      print(f"the C++ tests pass: {target.machine}, {cpu}", flush=True)
   for line in skipped:
     print(f"SKIPPED: {line}")
 

@@ -58,8 +58,9 @@ def cpu_info() -> CpuInfo:
 class Completion:
   """A submitted operation, to be waited for.
 
-  It may be dropped: the operation is done all the same, and its arrays are
-  kept until then.
+  It may be dropped: the operation is done all the same. Its arrays are let go
+  when somebody has waited for it, else when the pool is next used after its
+  end.
   """
 
   def __init__(self, submitted: _cpu_ops.Submitted):

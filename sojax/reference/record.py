@@ -180,7 +180,7 @@ def _pack(codes: np.ndarray, bytes_per_param: int) -> np.ndarray:
   if bytes_per_param == 2:
     for i in (1, 2):
       even, odd = columns[i][:, 0::2] & 0xF, columns[i][:, 1::2] & 0xF
-      columns[i] = even | odd << 4
+      columns[i] = (even | odd << 4).astype(np.uint8)
   return np.concatenate(columns, axis=1).reshape(-1)
 
 
