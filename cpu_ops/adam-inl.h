@@ -21,7 +21,6 @@ namespace {
 // Weights are streamed: nobody reads them soon, and an ordinary store would
 // first fetch the line that it overwrites (5 % of the time on two Zen 5
 // cores). p, mu and nu are not: their lines have just been read.
-//
 template <class V, class Weight>
 constexpr bool kStreamsWeights = Weight::kWrites && V::kStreams;
 

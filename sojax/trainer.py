@@ -18,6 +18,7 @@ from sojax.graph.graph import TaskKind
 from sojax.graph.schedule import schedule
 from sojax.graph.timeline import Timeline
 from sojax.host.kernels import Pool, cpu_info
+from sojax.host.sums import GradientSums
 from sojax.models.loss import Loss
 from sojax.plan.account import make_account
 from sojax.plan.adamw import Optimizer
@@ -29,6 +30,7 @@ from sojax.programs.keep import (
   make_keep_programs,
   trace_kept_bytes,
 )
+from sojax.programs.needs import trace_needs
 from sojax.programs.split_model import split_model
 from sojax.programs.stages import StagePrograms, make_stage_programs
 from sojax.programs.trace import trace_stages
@@ -41,7 +43,7 @@ from sojax.runtime.metrics import StepMetrics
 from sojax.runtime.run import StepError
 from sojax.runtime.state import TrainState
 from sojax.runtime.step import Step
-from sojax.runtime.updates import DeviceUpdates, HostUpdates
+from sojax.runtime.updates import DeviceUpdates, HostSums, HostUpdates
 from sojax.runtime.validation import Validation
 from sojax.runtime.weights_in import make_weights
 
@@ -77,8 +79,9 @@ class Trainer:
       optimizer: from `sojax.adamw` or `sojax.partition`.
       config: batch, precision and clipping.
       plan: "auto", a Plan, or a mapping of its switches.
-      mesh: None for the first device, or a mesh of one device with the axes
-        "data" and "seq".
+      mesh: None for the first device, or a mesh with the axes "data" and "seq"
+        (of one device), of any axis type: every device takes micro_batch rows
+        of a micro-batch, and owns its part of weights and optimizer state.
       trainable: nnx filter of the Params that are trained. All modules run in
         training mode (dropout, statistics), whether theirs are or not.
       loss: (what the model returns, targets [B, T], mask [B, T]) -> the sum of
@@ -105,11 +108,18 @@ class Trainer:
       bucket_bytes=self.plan.bucket_bytes,
       elem_bytes=wire.grad_bytes,
       device_buckets=self.plan.device_buckets,
+      num_shards=self._placement.num_devices,
     )
     input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
     self.graph = schedule(self.layout, self.plan, config, input_bytes)
     programs = make_stage_programs(
-      self._split, self.layout, shapes, wire.grad, self._placement
+      self._split,
+      self.layout,
+      shapes,
+      wire.grad,
+      config.working_dtype,
+      self.plan.accumulate,
+      self._placement,
     )
     keeping = make_keep_programs(programs, self.plan, self._placement)
     self.account = make_account(
@@ -117,7 +127,8 @@ class Trainer:
       self.plan,
       config,
       input_bytes,
-      trace_kept_bytes(self._split, keeping, shapes, config.working_dtype),
+      trace_kept_bytes(self._split, keeping, shapes),
+      trace_needs(self._split, programs, shapes),
     )
     self._start(programs, keeping)
 
@@ -158,10 +169,13 @@ class Trainer:
   def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
     """Starts a training step; returns when all device work is dispatched.
 
+    With accumulate="host" that is when the last micro-batch has been added up,
+    since the device's work waits for sums on the host.
+
     Args:
-      batch: "tokens", int32 [accumulation * micro_batch, seq_len + 1], and
-        perhaps "loss_mask", float32 or bool [.., seq_len]: the weight of each
-        predicted token. The arrays may be reused afterwards.
+      batch: "tokens", int32 [accumulation * micro_batch * data ranks,
+        seq_len + 1], and perhaps "loss_mask", float32 or bool [.., seq_len]:
+        the weight of each predicted token. The arrays may be reused afterwards.
 
     Returns:
       The step's metrics, which wait when they are read.
@@ -183,7 +197,7 @@ class Trainer:
     """Returns the loss of a batch without training; dropout is off.
 
     Args:
-      batch: as for `step`, with any multiple of micro_batch rows.
+      batch: as for `step`, with any multiple of micro_batch * data ranks rows.
 
     Returns:
       The loss summed over unmasked tokens, divided by their number.
@@ -292,9 +306,12 @@ class Trainer:
     self.close()
 
   def _actions(self) -> dict[TaskKind, Action]:
+    adding = self.plan.accumulate == "host"
+    sums = GradientSums(self.layout) if adding else None
     validation = Validation(
-      self._state, self.layout.model.groups, self.config, self._placement
+      self._state, self.layout.model.groups, self.config, sums, self._placement
     )
+    gradients_out = GradientsOut(self._placement, of_micro_batches=adding)
     host = HostUpdates(self.layout, self._state, self._weights, self._pool)
     device = DeviceUpdates(
       self.layout,
@@ -304,10 +321,10 @@ class Trainer:
       self._placement,
     )
     activations = Activations(self._placement)
-    return {
+    actions: dict[TaskKind, Action] = {
       TaskKind.FORWARD: self._compute.forward,
       TaskKind.BACKWARD: self._compute.backward,
-      TaskKind.GRAD_OUT: GradientsOut(self._placement).grad_out,
+      TaskKind.GRAD_OUT: gradients_out.grad_out,
       TaskKind.VALIDATE: validation.validate,
       TaskKind.HOST_UPDATE: host.host_update,
       TaskKind.DEVICE_UPDATE: device.device_update,
@@ -315,6 +332,10 @@ class Trainer:
       TaskKind.ACTIVATION_OUT: activations.activation_out,
       TaskKind.ACTIVATION_IN: activations.activation_in,
     }
+    if sums is not None:
+      summing = HostSums(self.layout, sums, self._pool)
+      actions[TaskKind.HOST_ACCUMULATE] = summing.host_accumulate
+    return actions
 
   @contextlib.contextmanager
   def _noting_failures(self) -> Iterator[None]:

@@ -208,6 +208,7 @@ class Build:
   def __init__(self, directory: pathlib.Path):
     self._sources = directory / "cpu_ops"
     self._objects = directory / "objects"
+    self._saved = directory / "saved"
     self._package = directory / "package"
     shutil.copytree(_ROOT / "cpu_ops", self._sources)
     self._objects.mkdir()
@@ -239,6 +240,15 @@ class Build:
     subprocess.run(
       [_CXX, "-shared", "-pthread", *objects, "-o", target], check=True
     )
+
+  def save(self) -> None:
+    """Keeps the objects as they are."""
+    shutil.copytree(self._objects, self._saved)
+
+  def restore(self, sources) -> None:
+    """Brings the objects of sources back that were saved."""
+    for name in sources:
+      shutil.copy(self._saved / self._object(name).name, self._objects)
 
   def all_sources(self) -> list[str]:
     """Returns the names of the files that are compiled."""
@@ -303,7 +313,7 @@ def is_caught(build: Build, mutation: Mutation) -> bool:
   finally:
     if mutation.file != _FLAG:
       build.replace(mutation.file, mutation.new, mutation.old)
-    build.compile(sources)
+    build.restore(sources)
   # Below 0: ended by a signal.
   return result.returncode == 1 or result.returncode < 0
 
@@ -318,6 +328,7 @@ def main(names: list[str]) -> int:
   with tempfile.TemporaryDirectory(prefix="sojax-mutations-") as directory:
     build = Build(pathlib.Path(directory))
     build.compile(build.all_sources())
+    build.save()
     for tests in dict.fromkeys(x.tests for x in chosen):
       result = build.test(tests)
       if result.returncode != 0:

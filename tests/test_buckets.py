@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sojax.plan.adamw import adamw
 from sojax.plan.buckets import (
+  CHUNK_ELEMS,
   LARGE_SLICE_BYTES,
   Layout,
   Leaf,
@@ -95,16 +96,38 @@ def test_a_large_leaf_is_cut_at_rows_into_about_equal_pieces():
   model = model_shape([(0, (1000, 1024), 0)])
   layout = plan_buckets(model, bucket_bytes=1 << 20, elem_bytes=4)
   shapes = [unit.shape for b in layout.buckets for unit in b.units]
-  assert shapes == [(250, 1024)] * 4
+  # A cut falls on a multiple of 4 rows, which are one chunk.
+  assert shapes == [(248, 1024), (252, 1024), (248, 1024), (252, 1024)]
 
 
-def test_a_leaf_with_rows_too_large_is_cut_anywhere():
-  model = model_shape([(0, (3, 100_003), 0)])
-  layout = plan_buckets(model, bucket_bytes=1 << 16, elem_bytes=2)
+def test_a_leaf_is_cut_between_chunks_where_rows_and_chunks_rarely_meet():
+  """32 rows of 100,096 elements are the least that chunks divide."""
+  model = model_shape([(0, (33, 100_096), 0)])
+  layout = plan_buckets(model, bucket_bytes=1 << 20, elem_bytes=4)
+  sizes = [bucket.size for bucket in layout.buckets]
+  assert all(size % CHUNK_ELEMS == 0 for size in sizes[:-1])
+  assert all(len(u.shape) == 1 for b in layout.buckets for u in b.units)
+  assert max(sizes) - min(sizes) <= 2 * CHUNK_ELEMS
+  assert max(sizes) <= 1 << 18
+
+
+@settings(deadline=None)
+@given(
+  st.integers(1, 400),
+  st.integers(1, 20_000),
+  st.integers(1 << 16, 1 << 22),
+  st.sampled_from([2, 4]),
+)
+def test_every_cut_falls_between_chunks(rows, row_elems, limit, elem_bytes):
+  model = model_shape([(0, (rows, row_elems), 0), (0, (rows, 7), 0)])
+  layout = plan_buckets(model, bucket_bytes=limit, elem_bytes=elem_bytes)
   assert all(np.all(count == 1) for count in covered(layout))
-  sizes = {bucket.size for bucket in layout.buckets}
-  assert max(sizes) - min(sizes) <= 1
-  assert max(sizes) <= 1 << 15
+  for bucket in layout.buckets:
+    assert bucket.size * elem_bytes <= limit
+    for piece in bucket.slices:
+      assert piece.start % CHUNK_ELEMS == 0
+      leaf = model.leaves[piece.leaf]
+      assert piece.stop % CHUNK_ELEMS == 0 or piece.stop == leaf.size
 
 
 def test_device_buckets_are_the_trained_ones_that_finish_last():
@@ -126,10 +149,11 @@ def test_more_device_buckets_than_buckets_are_refused():
     plan_buckets(model, bucket_bytes=1 << 16, elem_bytes=4, device_buckets=2)
 
 
-def test_a_bucket_that_holds_no_element_is_refused():
+def test_a_bucket_that_holds_no_chunk_is_refused():
   model = model_shape([(0, (10,), 0)])
-  with pytest.raises(ValueError, match="cannot hold one element of 2 bytes"):
-    plan_buckets(model, bucket_bytes=1, elem_bytes=2)
+  with pytest.raises(ValueError, match="chunk of 4096 elements of 2 bytes"):
+    plan_buckets(model, bucket_bytes=8191, elem_bytes=2)
+  plan_buckets(model, bucket_bytes=8192, elem_bytes=2)
 
 
 def test_a_parameter_without_elements_is_refused():

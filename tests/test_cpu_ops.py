@@ -13,7 +13,6 @@ _CXX = (sysconfig.get_config_var("CXX") or "c++").split()[0]
 _ARGS = [
   "-std=c++17",
   "-O1",
-  "-g",
   "-pthread",
   "-ffp-contract=off",
   "-Wall",
@@ -68,7 +67,7 @@ def _has_sanitizer(args, directory):
 def test_the_cpp_tests_pass(sanitizer, tmp_path):
   args = list(_ARGS)
   if sanitizer != "none":
-    args += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    args += ["-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     if not _has_sanitizer(args, tmp_path):
       pytest.skip(f"{_CXX} has no -fsanitize={sanitizer} here")
   sources = dict.fromkeys(_SOURCES, []) | _ISA_ARGS[platform.machine()]

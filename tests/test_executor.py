@@ -341,7 +341,7 @@ def test_a_span_starts_after_its_dependencies_noticed_late_or_not():
   spans = {span.name: span for span in executor.timeline().spans}
   program, transfer = (
     spans["backward stage=1 micro=0"],
-    spans["grad_out bucket=0"],
+    spans["grad_out bucket=0 micro=0"],
   )
   assert transfer.start_s == min(program.end_s, transfer.end_s)
   executor.close()

@@ -42,8 +42,9 @@ def cut(shapes, bucket_bytes):
 @given(SHAPES, st.sampled_from([1 << 16, 1 << 18, 1 << 26]))
 def test_units_hold_the_slices_of_the_leaves(shapes, bucket_bytes):
   layout, leaves, units = cut(shapes, bucket_bytes)
-  specs = unit_specs(layout.buckets, range(len(shapes)))
-  found = to_units([jnp.asarray(leaf) for leaf in leaves], specs)
+  flat = [unit for bucket in layout.buckets for unit in bucket.units]
+  specs = unit_specs(flat, range(len(shapes)))
+  found = to_units(dict(enumerate(map(jnp.asarray, leaves))), specs)
   expected = [unit for bucket in layout.buckets for unit in units[bucket]]
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_array_equal(ours, theirs)

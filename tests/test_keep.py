@@ -79,8 +79,10 @@ def make(module):
     trained=tuple(range(len(leaves))),
     tied=(),
     units=(),
+    num_sent=None,
     grad_dtype="float32",
     reuses_dy=False,
+    working_dtype="float32",
   )
   other = tuple(put(x) for x in jax.tree.leaves(rest))
   return spec, tuple(put(p) for p in leaves), other
@@ -109,9 +111,9 @@ def test_forward_copies_out_only_what_nobody_else_has(
   x, _ = inputs()
   y, _, kept = KeepPrograms(spec, PLACEMENT).forward(params, other, x)
   assert [a.shape for a in kept.arrays] == [(B, T, D)] * num_arrays
-  kept = kept.holding(other, x, y)
-  assert kept.x is (x if holds_x else None)
-  assert kept.y is (y if holds_y else None)
+  _, _, held_x, held_y = kept.with_held(other, x, y)
+  assert held_x is (x if holds_x else None)
+  assert held_y is (y if holds_y else None)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +131,9 @@ def test_gradients_are_those_of_recomputation(module, last_micro):
   )
   y, new_other, kept = keeping.forward(params, other, x)
   expected_y, expected_other = recomputing.forward(params, other, x)
-  kept = kept.holding(other, x, y)
+  left = kept.with_held(other, x, y)
   name = "finish" if last_micro else "add"
-  ours = getattr(keeping, name)(params, kept, dy, {}, ())
+  ours = getattr(keeping, name)(params, *left, dy, {}, ())
   theirs = getattr(recomputing, name)(params, other, x, dy, {}, ())
   for a, b in zip(
     jax.tree.leaves((y, ours)),
@@ -153,13 +155,13 @@ def compiled(ours, stage):
     for i in ours._split.used[stage]
   )
   x = jax.ShapeDtypeStruct((16, 24, 64), np.float32)
-  y, _, kept = jax.eval_shape(keeping.forward, params, (), x)
-  kept = kept.holding((), x, y)
+  y, _, kept = keeping.forward.eval_shape(params, (), x)
+  left = kept.with_held((), x, y)
   return {
     "forward": recomputing.forward.lower(params, (), x),
     "recompute": recomputing.finish.lower(params, (), x, x, {}, ()),
     "keep_forward": keeping.forward.lower(params, (), x),
-    "keep": keeping.finish.lower(params, kept, x, {}, ()),
+    "keep": keeping.finish.lower(params, *left, x, {}, ()),
   }
 
 

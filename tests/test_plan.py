@@ -17,6 +17,7 @@ from sojax.plan.plan import Plan, WireDtypes
     ({"flow_window": 1}, "flow_window=1 is below 2"),
     ({"ring_slots": 0}, "ring_slots=0 is below 1"),
     ({"pool_threads": 0}, "pool_threads=0 is below 1"),
+    ({"accumulate": "gpu"}, "accumulate='gpu' is not one of"),
     ({"speculation": "record3"}, "'record3' is not there yet; use one of"),
     ({"speculation": "often"}, "speculation='often' is not one of"),
     ({"weights": "flow", "device_buckets": 1}, "device_buckets=1 keeps"),
@@ -41,6 +42,17 @@ def test_activations_are_those_of_the_stages_that_have_a_choice():
     assert each.activations_by_stage(3) == ("keep", policy, "recompute")
     with pytest.raises(ValueError, match="names 3 stages, but the model has 4"):
       each.activations_by_stage(4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 9])
+def test_only_sums_on_the_host_of_one_stage_have_two_gradients_there(
+  accumulation,
+):
+  host, device = Plan(accumulate="host"), Plan()
+  for num_stages in (1, 2, 3):
+    two = num_stages == 1 and accumulation > 1
+    assert host.num_grads_on_host(num_stages, accumulation) == 1 + two
+    assert device.num_grads_on_host(num_stages, accumulation) == 1
 
 
 def test_auto_is_weight_stationary_and_all_on_the_host():

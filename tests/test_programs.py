@@ -47,7 +47,7 @@ def run_validate(sumsqs, *, clip_norm=1.0, rule=None, scale=1.0, good_steps=0):
   """Returns Validate's verdict and the next scale, as NumPy scalars."""
   state = ScaleState(put(np.float32(scale)), put(np.int32(good_steps)))
   arrays = [put(np.array(x, np.float32)) for x in sumsqs]
-  results = make_validate(clip_norm, rule, PLACEMENT)(arrays, state)
+  results = make_validate(clip_norm, rule, PLACEMENT)(arrays, None, state)
   return jax.tree.map(np.asarray, results)
 
 

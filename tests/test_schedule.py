@@ -67,11 +67,11 @@ def test_a_stationary_step_has_the_edges_of_the_design():
     "forward stage=0 micro=0": [],
     "forward stage=1 micro=0": ["forward stage=0 micro=0"],
     "backward stage=2 micro=0": ["forward stage=1 micro=0"],
-    "grad_out stage=2 bucket=0": ["backward stage=2 micro=0"],
+    "grad_out stage=2 bucket=0 micro=0": ["backward stage=2 micro=0"],
     "backward stage=1 micro=0": ["backward stage=2 micro=0"],
-    "grad_out stage=1 bucket=1": ["backward stage=1 micro=0"],
+    "grad_out stage=1 bucket=1 micro=0": ["backward stage=1 micro=0"],
     "backward stage=0 micro=0": ["backward stage=1 micro=0"],
-    "grad_out stage=0 bucket=2": ["backward stage=0 micro=0"],
+    "grad_out stage=0 bucket=2 micro=0": ["backward stage=0 micro=0"],
     "validate": [f"backward stage={stage} micro=0" for stage in (2, 1, 0)],
     **{
       name: deps
@@ -79,7 +79,7 @@ def test_a_stationary_step_has_the_edges_of_the_design():
       for name, deps in (
         (
           f"host_update stage={stage} bucket={bucket}",
-          [f"grad_out stage={stage} bucket={bucket}", "validate"],
+          [f"grad_out stage={stage} bucket={bucket} micro=0", "validate"],
         ),
         (
           f"weight_in stage={stage} bucket={bucket}",

@@ -39,6 +39,7 @@ SWITCHES = {
   "grad_cast": ["host", "device"],
   "weight_cast": ["host", "device"],
   "activations": ["recompute", "keep", "offload"],
+  "accumulate": ["device", "host"],
 }
 
 

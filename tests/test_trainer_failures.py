@@ -79,6 +79,8 @@ class PoisonedGPT(nnx.Module):
     {"bucket_bytes": 1 << 16, "device_buckets": 2},
     {"weights": "flow"},
     {"activations": ("keep", "offload", "keep", "recompute")},
+    {"accumulate": "host"},
+    {"accumulate": "host", "bucket_bytes": 1 << 16, "device_buckets": 2},
   ],
   ids=str,
 )
@@ -174,6 +176,8 @@ BEFORE_VALIDATE = [
   (TaskKind.BACKWARD, {}),
   (TaskKind.GRAD_OUT, {}),
   (TaskKind.VALIDATE, {}),
+  (TaskKind.HOST_ACCUMULATE, {"accumulate": "host"}),
+  (TaskKind.VALIDATE, {"accumulate": "host"}),
   (TaskKind.BACKWARD, {"activations": "keep"}),
   (TaskKind.ACTIVATION_OUT, {"activations": "offload"}),
   (TaskKind.ACTIVATION_IN, {"activations": "offload", "weights": "flow"}),
@@ -207,6 +211,7 @@ def test_a_failure_before_validate_loses_nothing(kind, plan):
   [
     (TaskKind.HOST_UPDATE, {}),
     (TaskKind.HOST_UPDATE, {"weights": "flow"}),
+    (TaskKind.HOST_UPDATE, {"accumulate": "host"}),
     (TaskKind.WEIGHT_IN, {"ring_slots": 1, "bucket_bytes": 1 << 16}),
     (TaskKind.DEVICE_UPDATE, {"device_buckets": 1}),
   ],
@@ -257,7 +262,7 @@ def test_a_failure_while_weights_are_unpacked_leaves_none_stale(monkeypatch):
   with trainer() as ours, trainer() as theirs:
     ours.step(data[0])
     ours.drain()
-    unpacker = ours._weights._unpacker
+    unpacker = ours._weights._parameters._unpacker
     monkeypatch.setattr(
       unpacker, "unpack", lambda *args: (_ for _ in ()).throw(Broken("unpack"))
     )

@@ -231,8 +231,8 @@ def test_stages_without_parameters_and_with_scalars_train(precision, weights):
     ({"plan": {"fast": True}}, "unknown plan switch 'fast'"),
     ({"config": config(seq_len=33)}, "33 tokens is longer than max_seq_len=32"),
     (
-      {"mesh": jax.make_mesh((2, 1), ("data", "seq"))},
-      "mesh of 2 devices is not there yet",
+      {"mesh": jax.make_mesh((1, 2), ("data", "seq"))},
+      "axis 'seq' has 2 devices",
     ),
     ({"mesh": jax.make_mesh((1,), ("data",))}, "mesh axes"),
   ],

@@ -23,7 +23,7 @@ def test_a_buffer_is_written_through_its_view(shape, dtype):
   assert buffer.array.sharding.memory_kind == "pinned_host"
   size = max(1, int(np.prod(shape)))
   values = np.arange(size).astype(buffer.array.dtype)
-  buffer.view_inout[:] = values
+  buffer.shards_inout[0][:] = values
   np.testing.assert_array_equal(np.asarray(buffer.array).reshape(-1), values)
 
 
@@ -80,9 +80,9 @@ def test_every_host_buffer_may_be_overwritten_as_soon_as_it_is_free(
       if plan.get("weights") == "flow":
         bucket = ours.layout.buckets[task.bucket]
         for buffer in ours._weights.buffers(bucket):
-          scribble(buffer.view_inout)
+          scribble(buffer.shards_inout[0])
       host_update(task, step)
-      for grad in grads:
+      for (grad,) in grads:
         scribble(grad)
 
     actions[TaskKind.HOST_UPDATE] = scribbling
@@ -92,7 +92,7 @@ def test_every_host_buffer_may_be_overwritten_as_soon_as_it_is_free(
 
       def scribbling_back(buffers):
         for buffer in buffers:
-          scribble(buffer.view_inout)
+          scribble(buffer.shards_inout[0])
         give_back(buffers)
 
       ring.give_back = scribbling_back

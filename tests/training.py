@@ -53,9 +53,9 @@ def batches(count, *, rows=4, seed=0, seq_len=SEQ_LEN) -> list[dict[str, Any]]:
   return [{"tokens": t} for t in tokens.astype(np.int32)]
 
 
-def trainer(plan="auto", *, model=None, adamw=None, **changes):
+def trainer(plan="auto", *, model=None, adamw=None, mesh=None, **changes):
   return sojax.Trainer(
-    model or small_gpt(), adamw or optimizer(), config(**changes), plan
+    model or small_gpt(), adamw or optimizer(), config(**changes), plan, mesh
   )
 
 
@@ -90,6 +90,41 @@ class Recorded:
   scalars: tuple[Any, ...] = ()
 
 
+def scatter(leaves, bucket, grads, into: dict[str, np.ndarray]) -> None:
+  """Copies a bucket's wire units into flat arrays by leaf name."""
+  for unit, shards in zip(bucket.units, grads, strict=True):
+    flat, offset = np.concatenate(shards), 0
+    for piece in unit.slices:
+      leaf = leaves[piece.leaf]
+      whole = into.setdefault(leaf.name, np.zeros(leaf.size, flat.dtype))
+      whole[piece.start : piece.stop] = flat[offset : offset + piece.size]
+      offset += piece.size
+
+
+def record_micro_batches(trainer) -> list[list[dict[str, np.ndarray]]]:
+  """Records, from now on, what reaches the host with every micro-batch.
+
+  Returns:
+    For each step and micro-batch the gradients by leaf name, as they crossed
+    the wire.
+  """
+  steps: list[list[dict[str, np.ndarray]]] = []
+  actions = trainer._executor._actions
+  accumulate = actions[TaskKind.HOST_ACCUMULATE]
+  leaves = trainer.layout.model.leaves
+
+  def recording_accumulate(task, step):
+    while len(steps) <= step.number:
+      steps.append([{} for _ in range(trainer.config.accumulation)])
+    bucket = trainer.layout.buckets[task.bucket]
+    grads = step.micro_grads[task.bucket, task.micro]
+    scatter(leaves, bucket, grads, steps[step.number][task.micro])
+    return accumulate(task, step)
+
+  actions[TaskKind.HOST_ACCUMULATE] = recording_accumulate
+  return steps
+
+
 def record(trainer) -> list[Recorded]:
   """Records, from now on, the gradients of each step by leaf name."""
   steps: list[Recorded] = []
@@ -105,17 +140,7 @@ def record(trainer) -> list[Recorded]:
     seen.norm = step.host_verdict.norm
     seen.scalars = step.scalars
     bucket = trainer.layout.buckets[task.bucket]
-    for unit, grad in zip(
-      bucket.units, step.host_grads[task.bucket], strict=True
-    ):
-      flat, offset = np.array(grad).reshape(-1), 0
-      for piece in unit.slices:
-        leaf = leaves[piece.leaf]
-        whole = seen.grads.setdefault(
-          leaf.name, np.zeros(leaf.size, flat.dtype)
-        )
-        whole[piece.start : piece.stop] = flat[offset : offset + piece.size]
-        offset += piece.size
+    scatter(leaves, bucket, step.host_grads[task.bucket], seen.grads)
     return update(task, step)
 
   actions[TaskKind.HOST_UPDATE] = recording_update

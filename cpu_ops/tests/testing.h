@@ -94,8 +94,8 @@ struct State {
     }
   }
 
-  // Of a split master, the gradient's memory is its high half. `fused` adds p's
-  // twin, the float weights, and writes sums of squares.
+  // The high halves of a split master are weight_half. `fused`: the gradient is
+  // added to `sum`, and sums of squares are written.
   AdamSegment Segment(std::size_t layout_index, bool fused = false) {
     const Layout& layout = kLayouts[layout_index];
     AdamSegment segment{};

@@ -19,6 +19,7 @@ class TaskKind(enum.StrEnum):
   FORWARD = "forward"
   BACKWARD = "backward"
   GRAD_OUT = "grad_out"
+  HOST_ACCUMULATE = "host_accumulate"
   VALIDATE = "validate"
   HOST_UPDATE = "host_update"
   DEVICE_UPDATE = "device_update"
@@ -30,6 +31,8 @@ class TaskKind(enum.StrEnum):
 _OF_MICRO_BATCHES = (
   TaskKind.FORWARD,
   TaskKind.BACKWARD,
+  TaskKind.GRAD_OUT,
+  TaskKind.HOST_ACCUMULATE,
   TaskKind.ACTIVATION_OUT,
   TaskKind.ACTIVATION_IN,
 )

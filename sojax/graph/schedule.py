@@ -7,6 +7,13 @@
                                           `-> DeviceUpdate    WeightIn(bucket)
                                                    `-> next Forward(stage) <-'
 
+If the host adds up the micro-batches, each one's gradients go out, and the host
+is one or two of them behind at most (k, `Plan.num_grads_on_host`):
+
+    Backward(stage, m) -> GradOut(bucket, m) -> HostAccumulate(bucket, m)
+                              Backward(stage, m + k) <-'       |
+                    after the last: Validate, HostUpdate <-----'
+
 The last stage has no Forward of its own: its Backward computes the loss and its
 gradients at once. The input of a stage that offloads leaves while its Forward
 runs, and comes back while the Backward of the stage after it runs:
@@ -87,7 +94,11 @@ class _Builder:
     self._uses: list[int] = []
     self._fetches: list[list[int]] = []
     self._grads: dict[int, int] = {}
-    self._outs: dict[int, int] = {}
+    self._on_host: dict[int, int] = {}
+    self._num_on_host = plan.num_grads_on_host(
+      layout.model.num_stages, config.accumulation
+    )
+    self._accumulates: dict[tuple[int, int], list[int]] = {}
     self._host_updates: dict[int, int] = {}
     self._arrivals: dict[int, int] = {}
     self._inputs_out: dict[int, int] = {}
@@ -115,8 +126,15 @@ class _Builder:
         self._add_fetch(uses[ahead], frees=(self._uses[ahead - window],))
 
   def add_updates(self) -> None:
+    last_micro = self._config.accumulation - 1
+    added_up = [
+      index
+      for (_, micro), indices in self._accumulates.items()
+      for index in indices
+      if micro == last_micro
+    ]
     validate = self._add(
-      TaskKind.VALIDATE, Lane.DEVICE, deps=self._grads.values()
+      TaskKind.VALIDATE, Lane.DEVICE, deps=(*self._grads.values(), *added_up)
     )
     trained = [b for b in self._layout.buckets if b.trained]
     for bucket in trained:
@@ -126,7 +144,7 @@ class _Builder:
           TaskKind.DEVICE_UPDATE, Lane.DEVICE, bucket=bucket, deps=deps
         )
         continue
-      deps = (self._outs[bucket.index], validate)
+      deps = (self._on_host[bucket.index], validate)
       update = self._add(
         TaskKind.HOST_UPDATE, Lane.HOST, bucket=bucket, deps=deps
       )
@@ -178,22 +196,56 @@ class _Builder:
   def _add_use(self, use: _Use, arrivals: Sequence[int]) -> None:
     deps = (*self._uses[-1:], *arrivals, *self._inputs_before(use))
     index = self._add(
-      use.kind, Lane.DEVICE, stage=use.stage, micro=use.micro, deps=deps
+      use.kind,
+      Lane.DEVICE,
+      stage=use.stage,
+      micro=use.micro,
+      deps=(*deps, *self._sums_before(use)),
     )
     self._uses.append(index)
-    last_micro = use.micro == self._config.accumulation - 1
-    if use.kind is TaskKind.BACKWARD and last_micro:
+    if use.kind is TaskKind.BACKWARD:
       self._grads[use.stage] = index
-      for bucket in self._layout.of_stage(use.stage):
-        if bucket.trained and not bucket.on_device:
-          self._outs[bucket.index] = self._add(
-            TaskKind.GRAD_OUT,
-            Lane.D2H,
-            bucket=bucket,
-            deps=(index,),
-            bytes=bucket.size * self._wire.grad_bytes,
-          )
+      self._send_gradients(use)
     self._move_inputs(use)
+
+  def _send_gradients(self, use: _Use) -> None:
+    """Adds what becomes of a backward's gradients on the host.
+
+    Those of one micro-batch reach the host lane, which is serial, before those
+    of the next; and all sums of a step before its updates. So a step's updates
+    have read the sums when the next step begins them anew.
+    """
+    last_micro = use.micro == self._config.accumulation - 1
+    on_host = self._plan.accumulate == "host"
+    if not last_micro and not on_host:
+      return
+    for bucket in self._layout.of_stage(use.stage):
+      if not bucket.trained or bucket.on_device:
+        continue
+      index = self._add(
+        TaskKind.GRAD_OUT,
+        Lane.D2H,
+        bucket=bucket,
+        micro=use.micro,
+        deps=self._uses[-1:],
+        bytes=bucket.size * self._wire.grad_bytes,
+      )
+      if on_host:
+        index = self._add(
+          TaskKind.HOST_ACCUMULATE,
+          Lane.HOST,
+          bucket=bucket,
+          micro=use.micro,
+          deps=(index,),
+        )
+        self._accumulates.setdefault((use.stage, use.micro), []).append(index)
+      self._on_host[bucket.index] = index
+
+  def _sums_before(self, use: _Use) -> Sequence[int]:
+    """Returns the sums that give their place on the host to a backward."""
+    if use.kind is not TaskKind.BACKWARD:
+      return ()
+    return self._accumulates.get((use.stage, use.micro - self._num_on_host), ())
 
   def _inputs_before(self, use: _Use) -> Iterable[int]:
     """Returns which moves of stage inputs a use waits for.

@@ -38,8 +38,8 @@ class HostBucket:
   def step(
     self,
     pool: Pool,
-    grads: Sequence[np.ndarray],
-    weights_out: Sequence[np.ndarray],
+    grads: Sequence[Sequence[np.ndarray]],
+    weights_out: Sequence[Sequence[np.ndarray]],
     scalars: AdamScalars,
     grad_scale: float,
   ) -> None:
@@ -47,28 +47,19 @@ class HostBucket:
 
     Args:
       pool: runs the kernel.
-      grads: gradients of each wire unit, float32, bfloat16 or float16, any
-        shape.
-      weights_out: where the new weights of each unit go: flat, of one of these
-        dtypes.
+      grads: the shards of each wire unit's gradient, in order: flat, float32,
+        bfloat16 or float16.
+      weights_out: where the new weights go: likewise.
       scalars: the scalars of this step.
       grad_scale: multiplies every gradient first.
     """
-    pool.adamw_step(
-      [
-        Segment(p, mu, nu, grad.reshape(-1), out)
-        for p, mu, nu, grad, out in zip(
-          self.units("master"),
-          self.units("mu"),
-          self.units("nu"),
-          grads,
-          weights_out,
-          strict=True,
-        )
-      ],
-      scalars,
-      grad_scale,
-    )
+    segments = []
+    for grad, out, *state in zip(
+      grads, weights_out, *map(self.units, kinds(self.bucket)), strict=True
+    ):
+      shards = [like_shards(array, grad) for array in state]
+      segments += map(Segment, *shards, grad, out)
+    pool.adamw_step(segments, scalars, grad_scale)
 
 
 def kinds(bucket: Bucket) -> tuple[str, ...]:
@@ -81,6 +72,13 @@ def arena_bytes(buckets: Sequence[Bucket]) -> int:
   return Arena.bytes_for(
     [4 * bucket.size for bucket in buckets for _ in kinds(bucket)]
   )
+
+
+def like_shards(
+  array: np.ndarray, shards: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+  """Returns views of a flat array, one as long as each of the shards."""
+  return np.split(array, np.cumsum([shard.size for shard in shards])[:-1])
 
 
 def write_weights(master: np.ndarray, weights_out: np.ndarray) -> None:

@@ -14,9 +14,10 @@ from sojax.host.operations import (
 )
 from sojax.host.segments import AccumulateSegment, Segment
 from sojax.plan.adamw import AdamScalars
+from sojax.plan.buckets import CHUNK_ELEMS
 
-CHUNK_ELEMS: int = _cpu_ops.CHUNK_ELEMS
-"""Elements of a segment that share one sum of squares."""
+# Buckets are cut between the chunks of which the kernels sum the squares.
+assert CHUNK_ELEMS == _cpu_ops.CHUNK_ELEMS
 
 # More would be a mistake in the argument: no machine has use for them.
 _MAX_THREADS = 1024

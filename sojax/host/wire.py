@@ -9,12 +9,14 @@ donated or given to a program.
 import ctypes
 import threading
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Shard
 
-from sojax.cluster.mesh import Placement
+from sojax.cluster.mesh import Placement, pinned_host
 
 
 class WireBuffer:
@@ -22,17 +24,40 @@ class WireBuffer:
 
   Attributes:
     array: the JAX array that owns the memory; the source of transfers.
-    view_inout: the same memory as a writable one-dimensional NumPy array.
+    shards_inout: the same memory as writable one-dimensional NumPy arrays, one
+      for each device's shard, in order.
   """
 
   def __init__(self, shape: tuple[int, ...], dtype: str, placement: Placement):
-    zeros = jax.device_put(jnp.zeros(shape, dtype), placement.device)
-    self.array = jax.device_put(zeros, placement.pinned_host)
+    zeros = jax.device_put(jnp.zeros(shape, dtype), placement.units)
+    self.array = jax.device_put(zeros, pinned_host(placement.units))
     self.array.block_until_ready()
-    memory = (ctypes.c_byte * self.array.nbytes).from_address(
-      self.array.unsafe_buffer_pointer()
-    )
-    self.view_inout = np.frombuffer(memory, self.array.dtype)
+    self.shards_inout = [_writable(shard) for shard in _shards(self.array)]
+
+
+def host_shards(array: jax.Array) -> list[np.ndarray]:
+  """Returns views of an array in host memory, which it waits for.
+
+  Args:
+    array: a wire unit in pinned host memory.
+
+  Returns:
+    One flat, read-only array for each device's shard, in order.
+  """
+  return [np.asarray(shard).reshape(-1) for shard in _shards(array)]
+
+
+def _shards(array: jax.Array) -> list[jax.Array]:
+  def start(shard: Shard) -> int:
+    return (shard.index[0].start or 0) if shard.index else 0
+
+  return [shard.data for shard in sorted(array.addressable_shards, key=start)]
+
+
+def _writable(array: jax.Array) -> np.ndarray:
+  address = array.unsafe_buffer_pointer()
+  memory: Any = (ctypes.c_byte * array.nbytes).from_address(address)
+  return np.frombuffer(memory, array.dtype)
 
 
 class WireRing:

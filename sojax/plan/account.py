@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sojax.plan.buckets import Bucket, Layout, WireUnit
 from sojax.plan.config import TrainConfig
+from sojax.plan.network import Needs, network_bytes
 from sojax.plan.plan import DTYPE_BYTES, Plan, WireDtypes
 
 
@@ -14,20 +15,25 @@ from sojax.plan.plan import DTYPE_BYTES, Plan, WireDtypes
 class Account:
   """Bytes by purpose, at most at any time between and during steps.
 
-  The user's own model is not in it, nor are temporaries inside programs.
+  The user's own model is not in it, nor are temporaries inside programs, which
+  on several devices are also the weights that a stage gathers.
 
   Attributes:
     host: host memory: "masters", "moments", "working_copy" (weight-flow,
-      pinned), "ring" (weight-stationary, pinned), "gradients" (pinned) and
-      "stage_inputs" (activations="offload", pinned).
-    device: device memory: "weights" (in weight-flow those of the window),
-      "device_buckets" (masters and moments), "gradients" (on their way out),
-      "tied_gradients", "partial_sums" (accumulation), "stage_inputs" and
-      "residuals" (activations="keep").
+      pinned), "ring" (weight-stationary, pinned), "gradients" (pinned),
+      "accumulators" (accumulate="host") and "stage_inputs"
+      (activations="offload", pinned).
+    device: memory of one device: "weights" (in weight-flow those of the
+      window), "device_buckets" (masters and moments), "gradients" (on their
+      way out), "tied_gradients", "partial_sums" (accumulation of what the
+      device adds up), "stage_inputs" and "residuals" (activations="keep").
+    network: what collectives carry in a step; see
+      `sojax.plan.network.network_bytes`.
   """
 
   host: dict[str, int]
   device: dict[str, int]
+  network: dict[str, int]
 
   @property
   def host_bytes(self) -> int:
@@ -43,7 +49,7 @@ class Account:
     """Returns the account as text, in MiB."""
     rows = [
       (f"{space} {name}", nbytes)
-      for space, part in (("host", self.host), ("device", self.device))
+      for space, part in dataclasses.asdict(self).items()
       for name, nbytes in part.items()
     ]
     return "\n".join(f"{name:26}{n / 2**20:12.1f} MiB" for name, n in rows)
@@ -74,6 +80,7 @@ def make_account(
   config: TrainConfig,
   stage_input_bytes: Sequence[int],
   kept_bytes: Mapping[int, int],
+  needs: Sequence[Needs] = (),
 ) -> Account:
   """Adds up what a plan takes.
 
@@ -81,9 +88,11 @@ def make_account(
     layout: the model cut into buckets.
     plan: how a step is carried out.
     config: what is trained.
-    stage_input_bytes: bytes of each stage's input for one micro-batch.
+    stage_input_bytes: bytes of each stage's input for one micro-batch of one
+      rank.
     kept_bytes: of each stage that keeps its activations, bytes of what it keeps
-      for one micro-batch.
+      for one micro-batch of one rank.
+    needs: what each stage reads; for several devices.
 
   Returns:
     The account.
@@ -94,35 +103,60 @@ def make_account(
   wire = WireDtypes.of(plan, config)
   on_host = [b for b in layout.buckets if not b.on_device]
   on_device = [b for b in layout.buckets if b.on_device]
-  trained = [b for b in layout.buckets if b.trained]
   flow = plan.weights == "flow"
   ring_elems = sum(
     math.prod(shape) * count
     for shape, count in ring_counts(layout, plan).items()
   )
   inputs = _StageInputs.of(layout, plan, stage_input_bytes)
+  grads_on_host, grads_on_device = _gradients(layout, plan, config)
   host = {
     "masters": 4 * _elems(on_host),
     "moments": 8 * _elems(_trained_on_host(layout)),
     "working_copy": wire.weight_bytes * _elems(on_host) if flow else 0,
     "ring": wire.weight_bytes * ring_elems,
-    "gradients": wire.grad_bytes * _elems(_trained_on_host(layout)),
-    "stage_inputs": inputs.on_host_bytes,
+    **grads_on_host,
+    "stage_inputs": layout.num_shards * inputs.on_host_bytes,
   }
   working = DTYPE_BYTES[config.working_dtype]
   tied = {i for leaves in layout.model.borrowed for i in leaves}
   leaves = layout.model.leaves
   device = {
     "weights": (_flowing if flow else _stationary)(layout, plan, config),
-    "device_buckets": 12 * _elems(on_device),
-    "gradients": wire.grad_bytes * _elems(trained),
+    "device_buckets": 12 * _elems(on_device) // layout.num_shards,
+    **grads_on_device,
     "tied_gradients": working
     * sum(leaves[i].size for i in tied if leaves[i].trained),
-    "partial_sums": 4 * _elems(trained) if config.accumulation > 1 else 0,
     "stage_inputs": inputs.on_device_bytes,
     "residuals": sum(kept_bytes.values()),
   }
-  return Account(host=host, device=device)
+  network = network_bytes(layout, config, needs)
+  return Account(host=host, device=device, network=network)
+
+
+def _gradients(
+  layout: Layout, plan: Plan, config: TrainConfig
+) -> tuple[dict[str, int], dict[str, int]]:
+  """Returns the bytes of gradients and of their sums, host and device."""
+  wire_bytes = WireDtypes.of(plan, config).grad_bytes
+  of_host = _elems(_trained_on_host(layout))
+  of_device = _elems([b for b in layout.buckets if b.on_device])
+  adding_on_host = plan.accumulate == "host"
+  added_on_device = of_device + (0 if adding_on_host else of_host)
+  num_grads = plan.num_grads_on_host(
+    layout.model.num_stages, config.accumulation
+  )
+  on_host = {
+    "gradients": wire_bytes * num_grads * of_host,
+    "accumulators": 4 * of_host if adding_on_host else 0,
+  }
+  partial_sums = 4 * added_on_device if config.accumulation > 1 else 0
+  leaving = wire_bytes * (num_grads * of_host + of_device)
+  on_device = {
+    "gradients": leaving // layout.num_shards,
+    "partial_sums": partial_sums // layout.num_shards,
+  }
+  return on_host, on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +205,12 @@ def _stationary(layout: Layout, plan: Plan, config: TrainConfig) -> int:
 
   What arrives in another dtype, packed or cut waits as it is for the next use
   of its stage. In float32 the masters of device buckets are working weights. A
-  leaf of which parts live on either side keeps its old array meanwhile.
+  leaf of which parts live on either side keeps its old array meanwhile. On
+  several devices every unit stays as it arrives.
   """
   working = DTYPE_BYTES[config.working_dtype]
-  arriving = max(working, WireDtypes.of(plan, config).weight_bytes)
+  on_wire = WireDtypes.of(plan, config).weight_bytes
+  arriving = max(working, on_wire)
   masters = [
     unit.size
     for bucket in layout.buckets
@@ -186,6 +222,9 @@ def _stationary(layout: Layout, plan: Plan, config: TrainConfig) -> int:
     host: _elems([b for b in layout.buckets if b.on_device is not host])
     for host in (True, False)
   }
+  if layout.num_shards > 1:
+    own = 0 if config.working_dtype == "float32" else working * elems[False]
+    return (on_wire * elems[True] + own) // layout.num_shards
   on_both_sides = sum(
     layout.model.leaves[leaf].size for leaf in layout.on_both_sides
   )
@@ -211,6 +250,9 @@ def _flowing(layout: Layout, plan: Plan, config: TrainConfig) -> int:
       if arriving == working and _is_whole_leaf(layout, unit)
     )
     elems = sum(unit.size for unit in units)
+    if layout.num_shards > 1:
+      by_stage.append(arriving * elems // layout.num_shards)
+      continue
     by_stage.append(arriving * elems + working * (elems - as_they_are))
   uses = [*range(last), *reversed(range(last + 1))]
   window = min(plan.flow_window, len(uses))

@@ -11,6 +11,12 @@ from sojax.plan.plan import MIB
 LARGE_SLICE_BYTES = MIB
 """A slice of this size crosses the link alone, in its own shape."""
 
+CHUNK_ELEMS = 4096
+"""Elements of a parameter whose gradients share one sum of squares on the host.
+
+A parameter is cut between chunks only, so that the norm does not depend on how
+it is cut."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
@@ -90,7 +96,9 @@ class WireUnit:
 
   Attributes:
     slices: the slices, in the order in which their elements lie.
-    shape: a whole parameter's own shape, some of its rows, or one dimension.
+    shape: a whole parameter's own shape, some of its rows, or one dimension. On
+      several devices one dimension, with zeros after the slices, so that every
+      device has a shard of the same length.
   """
 
   slices: tuple[Slice, ...]
@@ -98,7 +106,7 @@ class WireUnit:
 
   @property
   def size(self) -> int:
-    """Number of elements."""
+    """Number of elements, zeros at the end included."""
     return math.prod(self.shape)
 
 
@@ -143,10 +151,12 @@ class Layout:
   Attributes:
     model: the model.
     buckets: in the order in which backward finishes them.
+    num_shards: devices that each own a shard of every wire unit.
   """
 
   model: ModelShape
   buckets: tuple[Bucket, ...]
+  num_shards: int = 1
 
   @property
   def on_both_sides(self) -> frozenset[int]:
@@ -160,6 +170,20 @@ class Layout:
   def of_stage(self, stage: int) -> tuple[Bucket, ...]:
     """Returns the buckets of the leaves that `stage` owns."""
     return tuple(b for b in self.buckets if b.stage == stage)
+
+  def units_used_by(self, stage: int) -> tuple[tuple[Bucket, int], ...]:
+    """Returns where the units are that hold anything `stage` computes with.
+
+    Returns:
+      Buckets, and the number of a unit in each.
+    """
+    used = set(self.model.used(stage))
+    return tuple(
+      (bucket, number)
+      for bucket in self.buckets
+      for number, unit in enumerate(bucket.units)
+      if any(s.leaf in used for s in unit.slices)
+    )
 
   def used_by(self, stage: int) -> tuple[Bucket, ...]:
     """Returns the buckets that hold anything `stage` computes with."""
@@ -175,31 +199,35 @@ def plan_buckets(
   bucket_bytes: int,
   elem_bytes: int,
   device_buckets: int = 0,
+  num_shards: int = 1,
 ) -> Layout:
   """Cuts a model into buckets in the order backward produces gradients.
 
   Backward reaches the last stage first, so its buckets come first. A bucket
   holds slices of one stage and one hyper-parameter group. A parameter that fits
-  in a bucket is never cut; a larger one is cut at its rows into pieces of about
-  equal size, or anywhere if one row is too large. O(slices).
+  in a bucket is never cut; a larger one is cut into pieces of about equal size,
+  at multiples of CHUNK_ELEMS elements, and at its rows where both can be had.
+  O(slices).
 
   Args:
     model: the model.
     bucket_bytes: soft upper limit of one bucket, in bytes on the wire.
     elem_bytes: bytes of one element on the wire (2 for bfloat16).
     device_buckets: how many of the last trained buckets live on the device.
+    num_shards: devices that each own a shard of every wire unit.
 
   Returns:
     The layout; its buckets hold every element of every leaf exactly once.
 
   Raises:
-    ValueError: if `bucket_bytes` cannot hold one element, a parameter has no
+    ValueError: if `bucket_bytes` cannot hold a chunk, a parameter has no
       elements, or there are fewer trained buckets than `device_buckets`.
   """
-  if bucket_bytes < elem_bytes:
+  if bucket_bytes < CHUNK_ELEMS * elem_bytes:
     raise ValueError(
-      f"bucket_bytes={bucket_bytes} cannot hold one element of {elem_bytes}"
-      " bytes; raise bucket_bytes"
+      f"bucket_bytes={bucket_bytes} cannot hold a chunk of {CHUNK_ELEMS}"
+      f" elements of {elem_bytes} bytes; raise bucket_bytes to"
+      f" {CHUNK_ELEMS * elem_bytes} or more"
     )
   for leaf in model.leaves:
     if leaf.size == 0:
@@ -227,9 +255,9 @@ def plan_buckets(
   for stage, group, slices in cut:
     on_device = group is not None and trained >= first_on_device
     trained += group is not None
-    units = _wire_units(model, slices, elem_bytes)
+    units = _wire_units(model, slices, elem_bytes, num_shards)
     buckets.append(Bucket(len(buckets), stage, group, units, on_device))
-  return Layout(model=model, buckets=tuple(buckets))
+  return Layout(model=model, buckets=tuple(buckets), num_shards=num_shards)
 
 
 def _fill(
@@ -250,20 +278,32 @@ def _fill(
 def _cut(index: int, leaf: Leaf, limit_elems: int) -> list[Slice]:
   if leaf.size <= limit_elems:
     return [Slice(index, 0, leaf.size)]
-  row_elems = leaf.size // leaf.shape[0]
-  grain = row_elems if row_elems <= limit_elems else 1
-  num_grains = leaf.size // grain
+  grain = math.lcm(leaf.size // leaf.shape[0], CHUNK_ELEMS)
+  if grain > limit_elems:
+    grain = CHUNK_ELEMS
+  num_grains = math.ceil(leaf.size / grain)  # the last one may be short
   num_pieces = math.ceil(num_grains / (limit_elems // grain))
-  bounds = [num_grains * i // num_pieces * grain for i in range(num_pieces + 1)]
+  bounds = [num_grains * i // num_pieces * grain for i in range(num_pieces)]
   return [
-    Slice(index, start, stop) for start, stop in itertools.pairwise(bounds)
+    Slice(index, start, stop)
+    for start, stop in itertools.pairwise([*bounds, leaf.size])
   ]
 
 
 def _wire_units(
-  model: ModelShape, slices: Sequence[Slice], elem_bytes: int
+  model: ModelShape,
+  slices: Sequence[Slice],
+  elem_bytes: int,
+  num_shards: int,
 ) -> tuple[WireUnit, ...]:
+  def packed(pieces: Sequence[Slice]) -> WireUnit:
+    elems = sum(piece.size for piece in pieces)
+    padded = math.ceil(elems / num_shards) * num_shards
+    return WireUnit(tuple(pieces), (padded,))
+
   def alone(piece: Slice) -> WireUnit:
+    if num_shards > 1:
+      return packed([piece])
     return WireUnit((piece,), _own_shape(piece, model.leaves[piece.leaf]))
 
   large = [s for s in slices if s.size * elem_bytes >= LARGE_SLICE_BYTES]
@@ -272,7 +312,7 @@ def _wire_units(
   if len(small) == 1:
     units.append(alone(small[0]))
   elif small:
-    units.append(WireUnit(tuple(small), (sum(s.size for s in small),)))
+    units.append(packed(small))
   return tuple(units)
 
 

@@ -16,7 +16,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
   "grad_cast": ("host", "device"),
   "weight_cast": ("host", "device"),
   "gradients_out": ("dma",),
-  "accumulate": ("device",),
+  "accumulate": ("device", "host"),
   "speculation": ("wait",),
   "master": ("fp32",),
   "park": ("host",),
@@ -28,7 +28,6 @@ _NOT_YET: dict[str, tuple[str, ...]] = {
   "grad_cast": ("host_separate",),
   "weight_cast": ("host_separate",),
   "gradients_out": ("callback",),
-  "accumulate": ("host",),
   "speculation": ("record2", "record3", "pingpong"),
   "master": ("split",),
   "park": ("device",),
@@ -59,7 +58,11 @@ class Plan:
       its input, from which backward computes it again; "keep" all that backward
       needs; "offload" its input, which waits in pinned host memory. One for all
       stages, or a tuple with one for each; see `activations_by_stage`.
-    accumulate: the side that adds up micro-batches: "device".
+    accumulate: the side that adds up the micro-batches of host buckets, in
+      float32: "device", where each stage's sums stay until the last one; or
+      "host", to which every micro-batch's gradients go, rounded to the working
+      dtype. Its updates take the sums as they are, and the norm is a sum of
+      float64. Those of device buckets are added up on the device.
     speculation: how updates run ahead of validation: "wait" does not.
     master: storage of master weights: "fp32".
     park: where gradients wait for validation: "host".
@@ -132,6 +135,19 @@ class Plan:
       policies[0] = "recompute"
     policies[-1] = "recompute"
     return tuple(policies)
+
+  def num_grads_on_host(self, num_stages: int, accumulation: int) -> int:
+    """Returns how many gradients of a bucket have a place on the host at once.
+
+    One; where the host adds up the micro-batches of a model of one stage two,
+    or its backward would wait for the sums of the one before.
+
+    Args:
+      num_stages: stages of the model.
+      accumulation: micro-batches per step.
+    """
+    two = self.accumulate == "host" and num_stages == 1
+    return min(2 if two else 1, accumulation)
 
   def _check_activations(self) -> None:
     named = self.activations

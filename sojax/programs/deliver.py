@@ -17,20 +17,22 @@ from sojax.programs.spec import BackwardOut, StageSpec
 def deliver(
   spec: StageSpec,
   last_micro: bool,
-  params: Sequence[jax.Array],
   grads: Sequence[jax.Array],
-  out: BackwardOut,
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
 ) -> BackwardOut:
-  """Adds to what a backward returns what becomes of its gradients.
+  """Returns what becomes of a backward's gradients, and nothing else.
+
+  On one device they are added up parameter by parameter, and the sums are cut
+  into wire units. They are cut first, and added up unit by unit, if the host
+  adds up some of the units, which leave at once, or on several devices: then
+  every micro-batch's gradients are added up over the ranks, in float32, and
+  each rank goes on with its shard of every unit.
 
   Args:
     spec: the stage.
-    last_micro: whether the gradients are complete.
-    params: the stage's parameters.
+    last_micro: whether the gradients are complete with this micro-batch.
     grads: gradients of `spec.trained` and `spec.tied`.
-    out: what else the backward returns.
     tied: gradients from borrowers, by place.
     partial: float32 sums over the micro-batches so far.
   """
@@ -39,44 +41,54 @@ def deliver(
   # for each, or every gradient would wait for the last one.
   grads = tuple(map(jax.lax.optimization_barrier, grads))
   num_own = len(spec.trained)
-  sums = _add_up(spec, grads[:num_own], tied, partial)
-  out = dataclasses.replace(out, tied=grads[num_own:])
+  own = _with_borrowed(spec, grads[:num_own], tied)
+  if spec.adds_units:
+    items = tuple(map(spec.ranks.sum_scatter, to_units(own, spec.units)))
+  else:
+    items = tuple(own.values())
+  num_sent = spec.num_sent or 0
+  sent = tuple(_on_wire(spec, x) for x in items[:num_sent])
+  sums = items[num_sent:]
+  if partial:
+    sums = tuple(a + b for a, b in zip(partial, sums, strict=True))
+  out = BackwardOut(
+    sumsq=spec.ranks.stack(jnp.zeros((len(sums),), jnp.float32)),
+    tied=tuple(map(spec.ranks.stack, grads[num_own:])),
+  )
   if not last_micro:
-    return dataclasses.replace(out, partial=sums)
-  by_place: list[jax.Array | None] = [None] * len(params)
-  for place, total in zip(spec.trained, sums, strict=True):
-    rounded = _round(total, params[place].dtype)
-    by_place[place] = rounded.astype(spec.grad_dtype)
-  on_wire = [grad for grad in by_place if grad is not None]
+    return dataclasses.replace(out, units=sent, partial=sums)
+  complete = tuple(_on_wire(spec, x) for x in sums)
+  if spec.adds_units:
+    units = sent + complete
+  else:
+    units = to_units(dict(zip(own, complete, strict=True)), spec.units)
   return dataclasses.replace(
-    out, units=to_units(by_place, spec.units), sumsq=_sums_of_squares(on_wire)
+    out, units=units, sumsq=spec.ranks.stack(_sums_of_squares(complete))
   )
 
 
-def _add_up(
+def _with_borrowed(
   spec: StageSpec,
   grads: Sequence[jax.Array],
   tied: Mapping[int, Sequence[jax.Array]],
-  partial: Sequence[jax.Array],
-) -> tuple[jax.Array, ...]:
-  """Adds borrowers' gradients and earlier micro-batches', in float32."""
-  sums = []
-  for number, (place, grad) in enumerate(zip(spec.trained, grads, strict=True)):
-    total = grad.astype(jnp.float32)
+) -> dict[int, jax.Array]:
+  """Adds borrowers' gradients to the owner's, by place, in float32."""
+  totals = {}
+  for place, grad in zip(spec.trained, grads, strict=True):
+    totals[place] = grad.astype(jnp.float32)
     for borrowed in tied.get(place, ()):
-      total = total + borrowed.astype(jnp.float32)
-    if partial:
-      total = partial[number] + total
-    sums.append(total)
-  return tuple(sums)
+      own_rank = spec.ranks.unstack(borrowed)
+      totals[place] = totals[place] + own_rank.astype(jnp.float32)
+  return totals
 
 
-def _round(total: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _on_wire(spec: StageSpec, total: jax.Array) -> jax.Array:
   """Rounds float32 sums to the working dtype, whatever the wire carries.
 
   The barrier, since XLA may leave out a cast that is widened again.
   """
-  return jax.lax.optimization_barrier(total.astype(dtype))
+  rounded = jax.lax.optimization_barrier(total.astype(spec.working_dtype))
+  return rounded.astype(spec.grad_dtype)
 
 
 def _sums_of_squares(grads: Sequence[jax.Array]) -> jax.Array:

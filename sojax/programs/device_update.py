@@ -11,7 +11,7 @@ import numpy as np
 from sojax.cluster.mesh import Placement
 from sojax.plan.adamw import AdamScalars
 from sojax.programs.casts import narrow
-from sojax.programs.manual import manual_jit
+from sojax.programs.manual import SHARDS, WHOLE, manual_jit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,13 @@ def make_device_update(
       weights = tuple(narrow(p, working_dtype) for p in master)
     return DeviceState(master=master, mu=mu, nu=nu), weights, finite
 
-  return manual_jit(update, placement, donate=(0,))
+  return manual_jit(
+    update,
+    placement,
+    in_specs=(SHARDS, SHARDS, WHOLE, WHOLE, WHOLE),
+    out_specs=(SHARDS, SHARDS, WHOLE),
+    donate=(0,),
+  )
 
 
 def _step(

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from sojax.plan.buckets import Bucket
+from sojax.plan.buckets import WireUnit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,19 +21,22 @@ class UnitSlice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitSpec:
-  """A wire unit, told by places within its stage: equal for equal blocks."""
+  """A wire unit, told by places within its stage: equal for equal blocks.
+
+  The shape may have room for zeros after the slices.
+  """
 
   slices: tuple[UnitSlice, ...]
   shape: tuple[int, ...]
 
 
 def unit_specs(
-  buckets: Sequence[Bucket], used: Sequence[int]
+  units: Iterable[WireUnit], used: Sequence[int]
 ) -> tuple[UnitSpec, ...]:
-  """Returns the specs of the buckets' wire units for one stage.
+  """Returns the specs of wire units for one stage.
 
   Args:
-    buckets: the buckets, in the order in which programs take or give units.
+    units: the units, in the order in which programs take or give them.
     used: the model leaf at each place of the stage.
 
   Returns:
@@ -48,19 +51,17 @@ def unit_specs(
       ),
       unit.shape,
     )
-    for bucket in buckets
-    for unit in bucket.units
+    for unit in units
   )
 
 
 def to_units(
-  leaves: Sequence[jax.Array | None], specs: Sequence[UnitSpec]
+  leaves: Mapping[int, jax.Array], specs: Sequence[UnitSpec]
 ) -> tuple[jax.Array, ...]:
-  """Cuts and packs a stage's leaves into wire units."""
+  """Cuts and packs a stage's leaves, by place, into wire units."""
 
   def piece(part: UnitSlice) -> jax.Array:
     leaf = leaves[part.place]
-    assert leaf is not None
     if part.stop - part.start == leaf.size:
       return leaf.reshape(-1)
     return _cut(leaf, part)
@@ -68,6 +69,9 @@ def to_units(
   units = []
   for spec in specs:
     pieces = [piece(part) for part in spec.slices]
+    num_zeros = math.prod(spec.shape) - sum(x.size for x in pieces)
+    if num_zeros:
+      pieces.append(jnp.zeros(num_zeros, pieces[0].dtype))
     flat = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
     units.append(flat.reshape(spec.shape))
   return tuple(units)

@@ -12,8 +12,7 @@ much as the weights.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,12 @@ from jax.extend import core
 from sojax.cluster.mesh import Placement
 from sojax.plan.plan import Plan
 from sojax.programs.deliver import deliver
-from sojax.programs.manual import manual_jit
-from sojax.programs.spec import BackwardOut, StageSpec
+from sojax.programs.manual import ROWS, SHARDS, WHOLE, manual_jit
+from sojax.programs.spec import BACKWARD_OUT_SPECS, BackwardOut, StageSpec
 from sojax.programs.split_model import SplitModel
 from sojax.programs.stages import StagePrograms, pull_back
 from sojax.programs.trace import StageShapes
+from sojax.programs.zero import parameters
 
 _X, _Y, _FIRST_ARRAY = range(3)
 
@@ -47,40 +47,36 @@ class Residuals:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-  """What a stage's forward leaves for its backward.
+  """What a stage's forward returns for its backward.
 
   Attributes:
-    residuals: what it consists of.
-    arrays: the residuals that forward returned.
-    other: the stage's other state as it went into forward.
-    x: the stage's input, if it is a residual.
-    y: the stage's output, if it is a residual.
+    residuals: what the pull-back consists of.
+    arrays: the residuals that forward computed; of several ranks stacked.
   """
 
   residuals: Residuals
   arrays: tuple[jax.Array, ...]
-  other: tuple[jax.Array, ...] = ()
-  x: jax.Array | None = None
-  y: jax.Array | None = None
 
-  def holding(
+  def with_held(
     self, other: tuple[jax.Array, ...], x: jax.Array, y: jax.Array
-  ) -> "Kept":
-    """Returns it with what the caller holds, as far as backward needs it."""
+  ) -> "Left":
+    """Adds what the caller holds, as far as backward needs it."""
     sources = self.residuals.sources
-    return dataclasses.replace(
+    return (
       self,
-      other=other,
-      x=x if _X in sources else None,
-      y=y if _Y in sources else None,
+      other,
+      x if _X in sources else None,
+      y if _Y in sources else None,
     )
 
 
 jax.tree_util.register_dataclass(
-  Kept,
-  data_fields=["arrays", "other", "x", "y"],
-  meta_fields=["residuals"],
+  Kept, data_fields=["arrays"], meta_fields=["residuals"]
 )
+
+Left = tuple[Kept, tuple[jax.Array, ...], jax.Array | None, jax.Array | None]
+"""All that backward needs from forward: what it returned; other state as it
+went in; the input and the output, if they are residuals."""
 
 
 class KeepPrograms:
@@ -89,19 +85,31 @@ class KeepPrograms:
   Attributes:
     spec: what they were made for.
     forward: (params, other, x) -> (y, new other, Kept).
-    add: (params, Kept, dy, tied, partial) -> BackwardOut, as in StagePrograms.
+    add: (params, *Left, dy, tied, partial) -> BackwardOut, as in
+      StagePrograms.
     finish: the same for the last micro-batch.
   """
 
   def __init__(self, spec: StageSpec, placement: Placement):
-    def jit(function: Callable[..., Any], donate: tuple[int, ...] = ()):
-      return manual_jit(function, placement, donate=donate)
-
     self.spec = spec
-    reused = (2,) if spec.reuses_dy else ()
-    self.forward = jit(lambda *args: _forward(spec, *args))
-    self.add = jit(lambda *args: _backward(spec, False, *args), (*reused, 4))
-    self.finish = jit(lambda *args: _backward(spec, True, *args), reused)
+    self.forward = manual_jit(
+      lambda *args: _forward(spec, *args),
+      placement,
+      in_specs=(SHARDS, WHOLE, ROWS),
+      out_specs=(ROWS, WHOLE, SHARDS),
+    )
+    left = SHARDS, WHOLE, ROWS, ROWS
+    reused = (5,) if spec.reuses_dy else ()
+    self.add, self.finish = (
+      manual_jit(
+        functools.partial(_backward, spec, last_micro),
+        placement,
+        in_specs=(SHARDS, *left, ROWS, SHARDS, SHARDS),
+        out_specs=BACKWARD_OUT_SPECS,
+        donate=reused if last_micro else (*reused, 7),
+      )
+      for last_micro in (False, True)
+    )
 
 
 def make_keep_programs(
@@ -130,30 +138,32 @@ def trace_kept_bytes(
   split: SplitModel,
   programs: Mapping[int, KeepPrograms],
   shapes: Sequence[StageShapes],
-  working_dtype: str,
 ) -> dict[int, int]:
-  """Returns the bytes that each stage's forward leaves, by stage.
+  """Returns the bytes that each stage's forward leaves on a device, by stage.
 
   Args:
     split: the model.
     programs: the programs of the stages that keep their activations.
     shapes: what goes into each stage and comes out.
-    working_dtype: dtype of parameters on the device.
 
   Returns:
     Bytes of the arrays that forward returns for backward, computing nothing.
   """
-  dtype = jnp.dtype(working_dtype)
   num_bytes = {}
   for stage, program in programs.items():
-    params = tuple(
-      jax.ShapeDtypeStruct(split.shape.leaves[leaf].shape, dtype)
-      for leaf in split.used[stage]
+    spec, x = program.spec, shapes[stage].x
+    if spec.gathered is not None:
+      given = [unit.shape for unit in spec.gathered.units]
+    else:
+      given = [split.shape.leaves[leaf].shape for leaf in split.used[stage]]
+    dtype = jnp.dtype(spec.working_dtype)
+    params = [jax.ShapeDtypeStruct(shape, dtype) for shape in given]
+    rows = jax.ShapeDtypeStruct(
+      (x.shape[0] * spec.ranks.number, *x.shape[1:]), x.dtype
     )
-    _, _, kept = jax.eval_shape(
-      program.forward, params, split.other[stage], shapes[stage].x
-    )
-    num_bytes[stage] = sum(x.size * x.dtype.itemsize for x in kept.arrays)
+    _, _, kept = program.forward.eval_shape(params, split.other[stage], rows)
+    on_all = sum(x.size * x.dtype.itemsize for x in kept.arrays)
+    num_bytes[stage] = on_all // spec.ranks.number
   return num_bytes
 
 
@@ -170,7 +180,7 @@ def _forward(
   x: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], Kept]:
   def run(params, other, x):
-    y, pull, new_other = pull_back(spec, params, other, x)
+    y, pull, new_other = pull_back(spec, parameters(spec, params), other, x)
     return x, y, new_other, jax.tree.leaves(pull)
 
   args = params, other, x
@@ -187,7 +197,7 @@ def _forward(
       continue
     if name not in by_name:
       by_name[name] = _FIRST_ARRAY + len(arrays)
-      arrays.append(leaf)
+      arrays.append(spec.ranks.stack(leaf))
     sources.append(by_name[name])
   residuals = Residuals(tuple(sources), jax.ShapeDtypeStruct(x.shape, x.dtype))
   return y, new_other, Kept(residuals, tuple(arrays))
@@ -208,6 +218,9 @@ def _backward(
   last_micro: bool,
   params: Sequence[jax.Array],
   kept: Kept,
+  other: Sequence[jax.Array],
+  x: jax.Array | None,
+  y: jax.Array | None,
   dy: jax.Array,
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
@@ -219,9 +232,9 @@ def _backward(
   used, and the compiler leaves it out.
   """
   zeros = jnp.zeros(kept.residuals.x.shape, kept.residuals.x.dtype)
-  _, pull, _ = pull_back(spec, params, kept.other, zeros)
+  _, pull, _ = pull_back(spec, parameters(spec, params), other, zeros)
   leaves, structure = jax.tree.flatten(pull)
-  from_forward = (kept.x, kept.y, *kept.arrays)
+  from_forward = (x, y, *map(spec.ranks.unstack, kept.arrays))
   pull = jax.tree.unflatten(
     structure,
     [
@@ -230,8 +243,6 @@ def _backward(
     ],
   )
   grads, *dx = pull(dy)
-  out = BackwardOut(
-    sumsq=jnp.zeros((len(spec.trained),), jnp.float32),
-    dx=dx[0] if dx else None,
+  return dataclasses.replace(
+    deliver(spec, last_micro, grads, tied, partial), dx=dx[0] if dx else None
   )
-  return deliver(spec, last_micro, params, grads, out, tied, partial)

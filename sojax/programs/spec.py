@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from sojax.programs.flatten import UnitSpec
+from sojax.programs.manual import ROWS, SHARDS, WHOLE, Ranks
 from sojax.programs.split_model import StageParts
 
 
@@ -38,6 +39,19 @@ class Position(enum.Enum):
     return cls.FIRST if first else cls.LAST if last else cls.MIDDLE
 
 
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+  """What a stage's parameters are put together from on several devices.
+
+  Attributes:
+    units: the wire units.
+    shapes: the shape of the parameter at each place.
+  """
+
+  units: tuple[UnitSpec, ...]
+  shapes: tuple[tuple[int, ...], ...]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageSpec:
   """Everything that shapes a stage's programs.
@@ -49,9 +63,15 @@ class StageSpec:
       `sojax.models.loss.loss_function`.
     trained: places of the trained parameters that the stage owns.
     tied: places of the trained parameters that it borrows.
-    units: the wire units of its gradients.
+    units: the wire units of its gradients, those of host buckets first.
+    num_sent: how many units, the first ones, leave with every micro-batch since
+      the host adds them up; the device adds up the others. None if the device
+      adds up all.
     grad_dtype: dtype of gradients on the wire.
     reuses_dy: whether the input's gradient can take the place of the output's.
+    working_dtype: dtype of parameters on the device.
+    ranks: the devices.
+    gathered: what parameters are gathered from; None on one device.
   """
 
   parts: StageParts
@@ -60,8 +80,17 @@ class StageSpec:
   trained: tuple[int, ...]
   tied: tuple[int, ...]
   units: tuple[UnitSpec, ...]
+  num_sent: int | None
   grad_dtype: str
   reuses_dy: bool
+  working_dtype: str
+  ranks: Ranks = Ranks(1)
+  gathered: Gathered | None = None
+
+  @property
+  def adds_units(self) -> bool:
+    """Whether micro-batches are added up by unit, not by parameter."""
+    return self.num_sent is not None or not self.ranks.alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +120,16 @@ class BackwardOut:
 
   Attributes:
     dx: gradient of the stage's input.
-    tied: gradients of borrowed parameters, in the order of `StageSpec.tied`.
-    partial: float32 sums of gradients over the micro-batches so far, in the
-      order of `StageSpec.trained`; from all micro-batches but the last.
-    units: gradients as wire units; from the last micro-batch.
-    sumsq: float32 [len(trained)], sum of squares of each parameter's gradient
-      as it crosses the wire; zeros from all micro-batches but the last. It is
+    tied: gradients of borrowed parameters, in the order of `StageSpec.tied`;
+      of several ranks stacked, and not yet added up.
+    partial: float32 sums of gradients over the micro-batches so far, from all
+      of them but the last: in the order of `StageSpec.trained`, or of the units
+      that are not sent.
+    units: gradients as wire units: all from the last micro-batch, and from the
+      others those that are sent.
+    sumsq: float32 [n], sums of squares of what the device has added up, as it
+      crosses the wire: of each parameter, or of each unit that is not sent; of
+      several ranks stacked. From all micro-batches but the last, zeros. It is
       never donated, so it tells when the program has ended.
     loss: float32 scalar, from the last stage.
     other: the stage's new other state, from the last stage.
@@ -112,3 +145,22 @@ class BackwardOut:
 
 
 jax.tree_util.register_dataclass(BackwardOut)
+
+# How the devices divide them, for `manual_jit`: trees of specs.
+_targets: dict[str, Any] = {
+  "tokens": ROWS,
+  "mask": ROWS,
+  "scale": WHOLE,
+  "loss_scale": WHOLE,
+}
+_backward_out: dict[str, Any] = {
+  "sumsq": SHARDS,
+  "dx": ROWS,
+  "tied": SHARDS,
+  "partial": SHARDS,
+  "units": SHARDS,
+  "loss": WHOLE,
+  "other": WHOLE,
+}
+TARGETS_SPECS = Targets(**_targets)
+BACKWARD_OUT_SPECS = BackwardOut(**_backward_out)

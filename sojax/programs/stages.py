@@ -11,21 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from sojax.cluster.mesh import Placement
 from sojax.models.loss import loss_function
 from sojax.plan.buckets import Layout
 from sojax.programs.deliver import deliver
 from sojax.programs.flatten import unit_specs
-from sojax.programs.manual import manual_jit
-from sojax.programs.spec import BackwardOut, Position, StageSpec, Targets
+from sojax.programs.manual import ROWS, SHARDS, WHOLE, Ranks, manual_jit
+from sojax.programs.spec import (
+  BACKWARD_OUT_SPECS,
+  TARGETS_SPECS,
+  BackwardOut,
+  Gathered,
+  Position,
+  StageSpec,
+  Targets,
+)
 from sojax.programs.split_model import SplitModel
 from sojax.programs.trace import StageShapes
+from sojax.programs.zero import parameters, state_of_all, state_of_rank
 
 
 class StagePrograms:
   """The jitted programs of a stage.
+
+  `params` are the stage's parameters, on several devices the shards that they
+  are gathered from.
 
   Attributes:
     spec: what they were made for.
@@ -34,24 +45,38 @@ class StagePrograms:
       (params, other, x, Targets) -> loss.
     add: (params, other, x, dy or Targets, tied, partial) -> BackwardOut, for
       all micro-batches but the last. `tied` maps places to gradients from
-      borrowers; `partial` is empty in the first micro-batch and donated. So
-      is dy if the spec says so.
+      borrowers; `partial`, of the micro-batch before, is empty in the first one
+      and donated. So is dy if the spec says so.
     finish: the same for the last micro-batch.
   """
 
   def __init__(self, spec: StageSpec, placement: Placement):
-    def jit(function: Callable[..., Any], donate: tuple[int, ...] = ()):
-      return manual_jit(function, placement, donate=donate)
-
     self.spec = spec
     last = spec.position.is_last
-    reused = (3,) if spec.reuses_dy else ()
-    self.forward = jit(lambda *args: _forward(spec, *args))
-    self.evaluate = jit(
-      lambda *args: (_evaluate_loss if last else _evaluate)(spec, *args)
+    inputs = SHARDS, WHOLE, ROWS
+    self.forward = manual_jit(
+      lambda *args: run_forward(spec, *args),
+      placement,
+      in_specs=inputs,
+      out_specs=(ROWS, WHOLE),
     )
-    self.add = jit(lambda *args: _backward(spec, False, *args), (*reused, 5))
-    self.finish = jit(lambda *args: _backward(spec, True, *args), reused)
+    self.evaluate = manual_jit(
+      lambda *args: (_evaluate_loss if last else _evaluate)(spec, *args),
+      placement,
+      in_specs=(*inputs, TARGETS_SPECS) if last else inputs,
+      out_specs=WHOLE if last else ROWS,
+    )
+    reused = (3,) if spec.reuses_dy else ()
+    self.add, self.finish = (
+      manual_jit(
+        functools.partial(run_backward, spec, last_micro),
+        placement,
+        in_specs=(*inputs, TARGETS_SPECS if last else ROWS, SHARDS, SHARDS),
+        out_specs=BACKWARD_OUT_SPECS,
+        donate=reused if last_micro else (*reused, 5),
+      )
+      for last_micro in (False, True)
+    )
 
 
 def make_stage_programs(
@@ -59,6 +84,8 @@ def make_stage_programs(
   layout: Layout,
   shapes: Sequence[StageShapes],
   grad_dtype: str,
+  working_dtype: str,
+  accumulate: str,
   placement: Placement,
 ) -> tuple[StagePrograms, ...]:
   """Returns the programs of every stage; equal stages share theirs.
@@ -68,13 +95,21 @@ def make_stage_programs(
     layout: how it is cut into buckets.
     shapes: what goes into each stage and comes out.
     grad_dtype: dtype of gradients on the wire.
+    working_dtype: dtype of parameters on the device.
+    accumulate: the side that adds up micro-batches, as `Plan.accumulate`.
     placement: the mesh.
   """
   return tuple(
     _programs(
-      _stage_spec(split, layout, stage, shapes[stage], grad_dtype), placement
+      StageSpec(
+        **_of_layout(split, layout, stage, accumulate),
+        reuses_dy=0 < stage < len(shapes) - 1 and x_and_y.x == x_and_y.y,
+        grad_dtype=grad_dtype,
+        working_dtype=working_dtype,
+      ),
+      placement,
     )
-    for stage in range(layout.model.num_stages)
+    for stage, x_and_y in enumerate(shapes)
   )
 
 
@@ -84,41 +119,49 @@ def _programs(spec: StageSpec, placement: Placement) -> StagePrograms:
   return StagePrograms(spec, placement)
 
 
-def _stage_spec(
-  split: SplitModel,
-  layout: Layout,
-  stage: int,
-  shapes: StageShapes,
-  grad_dtype: str,
-) -> StageSpec:
+def _of_layout(
+  split: SplitModel, layout: Layout, stage: int, accumulate: str
+) -> dict[str, Any]:
+  """Returns the fields of a StageSpec that the model and its cuts decide."""
   model = layout.model
   used = split.used[stage]
   borrowed = set(model.borrowed[stage])
   places = [i for i, leaf in enumerate(used) if model.leaves[leaf].trained]
   buckets = [bucket for bucket in layout.of_stage(stage) if bucket.trained]
+  assert buckets == sorted(buckets, key=lambda bucket: bucket.on_device)
+  num_sent = sum(len(b.units) for b in buckets if not b.on_device)
   position = Position.of(stage, model.num_stages)
-  return StageSpec(
+  gathered = None
+  if layout.num_shards > 1:
+    units = [b.units[number] for b, number in layout.units_used_by(stage)]
+    shapes = tuple(model.leaves[leaf].shape for leaf in used)
+    gathered = Gathered(unit_specs(units, used), shapes)
+  return dict(
     parts=split.parts[stage],
     position=position,
     loss=split.loss if position.is_last else None,
     trained=tuple(i for i in places if used[i] not in borrowed),
     tied=tuple(i for i in places if used[i] in borrowed),
-    units=unit_specs(buckets, used),
-    grad_dtype=grad_dtype,
-    reuses_dy=position is Position.MIDDLE and shapes.x == shapes.y,
+    units=unit_specs([u for b in buckets for u in b.units], used),
+    num_sent=num_sent if accumulate == "host" else None,
+    ranks=Ranks(layout.num_shards),
+    gathered=gathered,
   )
 
 
-def _forward(
+def run_forward(
   spec: StageSpec,
   params: Sequence[jax.Array],
   other: Sequence[jax.Array],
   x: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  module = spec.parts.merge(params, other)
+  """Runs a stage; see StagePrograms.forward."""
+  of_rank = state_of_rank(spec.ranks, other)
+  module = spec.parts.merge(parameters(spec, params), of_rank)
   module.train()
   y = module(x)
-  return y, spec.parts.other_of(module)
+  new = spec.parts.other_of(module)
+  return y, state_of_all(spec.ranks, other, of_rank, new)
 
 
 def _evaluate(
@@ -127,7 +170,7 @@ def _evaluate(
   other: Sequence[jax.Array],
   x: jax.Array,
 ) -> jax.Array:
-  module = spec.parts.merge(params, other)
+  module = spec.parts.merge(parameters(spec, params), other)
   module.eval()
   return module(x)
 
@@ -139,13 +182,13 @@ def _evaluate_loss(
   x: jax.Array,
   targets: Targets,
 ) -> jax.Array:
-  module = spec.parts.merge(params, other)
+  module = spec.parts.merge(parameters(spec, params), other)
   module.eval()
   loss = loss_function(module, spec.loss)
-  return loss(x, targets.tokens, targets.mask) * targets.scale
+  return spec.ranks.sum(loss(x, targets.tokens, targets.mask) * targets.scale)
 
 
-def _backward(
+def run_backward(
   spec: StageSpec,
   last_micro: bool,
   params: Sequence[jax.Array],
@@ -155,26 +198,21 @@ def _backward(
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
 ) -> BackwardOut:
-  grads, out = _differentiate(spec, params, other, x, dy)
-  return deliver(spec, last_micro, params, grads, out, tied, partial)
-
-
-def _differentiate(
-  spec: StageSpec,
-  params: Sequence[jax.Array],
-  other: Sequence[jax.Array],
-  x: jax.Array,
-  dy: jax.Array | Targets,
-) -> tuple[tuple[jax.Array, ...], BackwardOut]:
-  """Returns gradients of `spec.trained` and `spec.tied`, and the rest."""
+  """Runs a stage forward and backward; see StagePrograms.add."""
   targets = dy if isinstance(dy, Targets) else None
+  params = parameters(spec, params)
   y, pull, new_other = pull_back(spec, params, other, x, targets)
-  out = BackwardOut(sumsq=jnp.zeros((len(spec.trained),), jnp.float32))
+  loss = None
   if isinstance(dy, Targets):
-    out = dataclasses.replace(out, loss=y * dy.scale, other=new_other)
+    loss = spec.ranks.sum(y * dy.scale)
     dy = (dy.scale * dy.loss_scale).astype(y.dtype)
   grads, *dx = pull(dy)
-  return grads, dataclasses.replace(out, dx=dx[0] if dx else None)
+  return dataclasses.replace(
+    deliver(spec, last_micro, grads, tied, partial),
+    dx=dx[0] if dx else None,
+    loss=loss,
+    other=() if loss is None else new_other,
+  )
 
 
 def pull_back(
@@ -205,14 +243,16 @@ def pull_back(
     merged = list(params)
     for place, value in zip(places, wanted, strict=True):
       merged[place] = value
-    module = spec.parts.merge(merged, other)
+    of_rank = state_of_rank(spec.ranks, other)
+    module = spec.parts.merge(merged, of_rank)
     module.train()
     if targets is not None:
       loss = loss_function(module, spec.loss)
       y = loss(x, targets.tokens, targets.mask)
     else:
       y = module(x)
-    return y, spec.parts.other_of(module)
+    new = spec.parts.other_of(module)
+    return y, state_of_all(spec.ranks, other, of_rank, new)
 
   wanted = tuple(params[place] for place in places)
   first = spec.position.is_first

@@ -13,10 +13,17 @@ from sojax.programs.split_model import SplitModel
 
 @dataclasses.dataclass(frozen=True)
 class StageShapes:
-  """Shape and dtype of what goes into a stage and of what comes out."""
+  """What goes into a stage and what comes out, for one rank's micro-batch.
+
+  Attributes:
+    x: the input.
+    y: the output; of the last stage the loss.
+    targets: shape of the tokens to predict.
+  """
 
   x: jax.ShapeDtypeStruct
   y: jax.ShapeDtypeStruct
+  targets: tuple[int, int]
 
 
 def trace_stages(
@@ -58,7 +65,7 @@ def trace_stages(
         f"the loss of stage {name!r} is {y.dtype} of shape {y.shape}; it must"
         " be a float32 scalar: the sum over positions of mask * loss"
       )
-    shapes.append(StageShapes(x, y))
+    shapes.append(StageShapes(x, y, batch_shape))
     x = y
   return tuple(shapes)
 

@@ -72,7 +72,7 @@ class Unpacker:
       whole = self.whole_leaves(bucket, arrays)
       leaves |= {leaf: whole[leaf] for leaf in whole if leaf in used}
       for unit, spec, array in zip(
-        bucket.units, unit_specs([bucket], used), arrays, strict=True
+        bucket.units, unit_specs(bucket.units, used), arrays, strict=True
       ):
         if unit.slices[0].leaf not in whole:
           specs.append(spec)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from sojax.cluster.mesh import Placement
 from sojax.plan.config import LossScale
-from sojax.programs.manual import manual_jit
+from sojax.programs.manual import SHARDS, WHOLE, Ranks, manual_jit
 
 _LARGEST_SCALE = 2.0**24
 
@@ -63,14 +63,20 @@ def make_validate(
     placement: the mesh.
 
   Returns:
-    A jitted function of the stages' `sumsq`, in forward order, and of the
-    ScaleState of this step; it returns the verdict and the next ScaleState.
+    A jitted function of the stages' `sumsq`, in forward order; of the sum of
+    squares of what the host has added up, a float32 scalar, or None; and of the
+    ScaleState of this step. It returns the verdict and the next ScaleState.
+    Every rank adds up all ranks' sums in the same order.
   """
+  ranks = Ranks(placement.num_devices)
 
   def validate(
-    sumsqs: Sequence[jax.Array], state: ScaleState
+    sumsqs: Sequence[jax.Array], on_host: jax.Array | None, state: ScaleState
   ) -> tuple[Verdict, ScaleState]:
-    total = jnp.sum(jnp.concatenate(list(sumsqs)))
+    of_rank = jnp.sum(jnp.concatenate([ranks.unstack(x) for x in sumsqs]))
+    total = of_rank if ranks.alone else jnp.sum(ranks.gather(of_rank[None]))
+    if on_host is not None:
+      total = total + on_host
     unscale = 1.0 / state.scale
     norm = jnp.sqrt(total) * unscale
     clip_scale = jnp.ones((), jnp.float32)
@@ -82,7 +88,12 @@ def make_validate(
       state = _next_scale(state, finite, loss_scale)
     return verdict, state
 
-  return manual_jit(validate, placement)
+  return manual_jit(
+    validate,
+    placement,
+    in_specs=(SHARDS, WHOLE, WHOLE),
+    out_specs=(WHOLE, WHOLE),
+  )
 
 
 def _next_scale(

@@ -22,7 +22,8 @@ class Batches:
   ):
     self._config = config
     self._vocab_size = vocab_size
-    self._device = placement.device
+    self._placement = placement
+    self._rows = config.micro_batch * placement.num_data_ranks
 
   def for_step(
     self, batch: Mapping[str, np.ndarray], loss_scale: jax.Array
@@ -30,9 +31,9 @@ class Batches:
     """Places the batch of one optimizer step.
 
     Args:
-      batch: "tokens", int32 [accumulation * micro_batch, seq_len + 1], and
-        perhaps "loss_mask", float32 or bool [.., seq_len], for the tokens that
-        are predicted. Copied.
+      batch: "tokens", int32 [accumulation * micro_batch * data ranks,
+        seq_len + 1], and perhaps "loss_mask", float32 or bool [.., seq_len],
+        for the tokens that are predicted. Copied.
       loss_scale: what gradients are scaled by.
 
     Returns:
@@ -41,24 +42,24 @@ class Batches:
     Raises:
       ValueError: if the batch has another form, or a token is out of range.
     """
-    rows = self._config.accumulation * self._config.micro_batch
+    rows = self._config.accumulation * self._rows
     tokens, mask = self._check(batch)
     if len(tokens) != rows:
       raise ValueError(
         f"tokens has {len(tokens)} rows; it must have accumulation *"
-        f" micro_batch = {rows}"
+        f" micro_batch * data ranks = {rows}"
       )
     return self._place(tokens, mask, loss_scale)
 
   def for_evaluation(self, batch: Mapping[str, np.ndarray]) -> list[MicroBatch]:
     """Places a batch of any number of micro-batches; see `for_step`."""
     tokens, mask = self._check(batch)
-    if len(tokens) == 0 or len(tokens) % self._config.micro_batch:
+    if len(tokens) == 0 or len(tokens) % self._rows:
       raise ValueError(
         f"tokens has {len(tokens)} rows; it must have a multiple of"
-        f" micro_batch={self._config.micro_batch}"
+        f" micro_batch * data ranks = {self._rows}"
       )
-    return self._place(tokens, mask, self._put(np.float32(1.0)))
+    return self._place(tokens, mask, self._whole(np.float32(1.0)))
 
   def _check(
     self, batch: Mapping[str, np.ndarray]
@@ -105,23 +106,28 @@ class Batches:
     self, tokens: np.ndarray, mask: np.ndarray, loss_scale: jax.Array
   ) -> list[MicroBatch]:
     scale = np.float32(1.0 / np.sum(mask, dtype=np.float64))
-    size = self._config.micro_batch
     return [
       MicroBatch(
-        self._put(tokens[row : row + size, :-1]),
+        self._divided(tokens[row : row + self._rows, :-1]),
         Targets(
-          tokens=self._put(tokens[row : row + size, 1:]),
-          mask=self._put(mask[row : row + size]),
-          scale=self._put(scale),
+          tokens=self._divided(tokens[row : row + self._rows, 1:]),
+          mask=self._divided(mask[row : row + self._rows]),
+          scale=self._whole(scale),
           loss_scale=loss_scale,
         ),
       )
-      for row in range(0, len(tokens), size)
+      for row in range(0, len(tokens), self._rows)
     ]
 
-  def _put(self, array: Any) -> jax.Array:
-    """Copies first: JAX may keep using the memory that it is given."""
-    return jax.device_put(np.array(array), self._device)
+  def _divided(self, rows: np.ndarray) -> jax.Array:
+    """Divides rows among the ranks, in order.
+
+    Copies first: JAX may keep using the memory that it is given.
+    """
+    return jax.device_put(np.array(rows), self._placement.rows)
+
+  def _whole(self, value: np.float32) -> jax.Array:
+    return jax.device_put(value, self._placement.device)
 
 
 def _host_array(array: Any, name: str, dtypes: tuple[str, ...]) -> np.ndarray:

@@ -50,7 +50,7 @@ class Compute:
     if stage in self._keep_programs:
       program = self._keep_programs[stage].forward
       y, step.other[stage], kept = program(params, other, x)
-      step.kept[stage] = kept.holding(other, x, y)
+      step.kept[stage] = kept.with_held(other, x, y)
     else:
       y, step.other[stage] = self._programs[stage].forward(params, other, x)
       step.other_into[stage] = other
@@ -72,7 +72,7 @@ class Compute:
       dy = step.grad
     if stage in self._keep_programs:
       programs = self._keep_programs[stage]
-      left_by_forward = (step.kept.pop(stage),)
+      left_by_forward = step.kept.pop(stage)
     else:
       programs = self._programs[stage]
       left_by_forward = (step.other_into.pop(stage), step.inputs.pop(stage))
@@ -91,12 +91,13 @@ class Compute:
       step.other[stage] = out.other
     if last_micro:
       step.sumsqs[stage] = out.sumsq
-      units = iter(out.units)
-      for bucket in self._layout.of_stage(stage):
-        if bucket.trained:
-          step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
     else:
       step.partial[stage] = out.partial
+    units = iter(out.units)
+    for bucket in self._layout.of_stage(stage):
+      sent = spec.num_sent is not None and not bucket.on_device
+      if bucket.trained and (last_micro or sent):
+        step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
     sumsq = out.sumsq
     return lambda: _wait(sumsq)
 

@@ -2,10 +2,15 @@
 
 Two threads issue work. The caller's thread issues all device programs, and
 transfers that do not come from a host update; it is the only one that
-dispatches programs, in schedule order. The host thread runs host updates and
-sends their results. One thread per asynchronous lane waits for completion.
-Nobody polls: every wait is on a condition that each completion and each failure
-notifies.
+dispatches programs, in schedule order. The host thread adds up gradients, runs
+host updates and sends their results. One thread per asynchronous lane waits for
+completion. Nobody polls: every wait is on a condition that each completion and
+each failure notifies.
+
+Nor can the threads wait for each other for ever: each issues its tasks in
+schedule order, step after step, and every task waits for earlier ones only. So
+the earliest task that has not ended is always one that can be issued, or has
+been and will end.
 """
 
 import collections
@@ -211,7 +216,8 @@ class Executor:
 
 
 def _on_host_thread(graph: StepGraph, task: Task) -> bool:
-  """Host updates, and the transfers that send their results."""
-  return task.lane is Lane.HOST or any(
-    graph.tasks[dep].lane is Lane.HOST for dep in task.deps
+  """Sums and updates on the host, and the transfers that send new weights."""
+  return task.lane is Lane.HOST or (
+    task.lane is Lane.H2D
+    and any(graph.tasks[dep].lane is Lane.HOST for dep in task.deps)
   )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sojax.cluster.mesh import Placement
+from sojax.cluster.mesh import Placement, pinned_host
 from sojax.host.adam import HostBucket, arena_bytes, kinds
 from sojax.host.arena import Arena
 from sojax.plan.buckets import Bucket, Layout, Leaf
@@ -197,7 +197,7 @@ class TrainState:
 
   def _on_host(self, array: jax.Array) -> np.ndarray:
     """Returns a flat view of a copy; np.asarray would keep one for ever."""
-    copy = jax.device_put(array, self._placement.pinned_host)
+    copy = jax.device_put(array, pinned_host(self._placement.units))
     return np.asarray(copy).reshape(-1)
 
   def _write_device(
@@ -208,7 +208,9 @@ class TrainState:
     values = np.array(units[place.unit]).reshape(-1)
     values[first : first + new.size] = new
     shape = units[place.unit].shape
-    units[place.unit] = _put(values.reshape(shape), self._placement)
+    units[place.unit] = jax.device_put(
+      values.reshape(shape), self._placement.units
+    )
     self.device[place.bucket] = dataclasses.replace(
       state, **{kind: tuple(units)}
     )
@@ -230,7 +232,7 @@ def _check_value(leaf: Leaf, param: Any) -> None:
 def _zeros(bucket: Bucket, placement: Placement) -> DeviceState:
   columns = {
     kind: tuple(
-      jax.device_put(jnp.zeros(unit.shape, jnp.float32), placement.device)
+      jax.device_put(jnp.zeros(unit.shape, jnp.float32), placement.units)
       for unit in bucket.units
     )
     for kind in kinds(bucket)

@@ -9,7 +9,7 @@ import numpy as np
 from sojax.host.wire import WireBuffer
 from sojax.plan.adamw import AdamScalars
 from sojax.plan.buckets import Bucket
-from sojax.programs.keep import Kept
+from sojax.programs.keep import Left
 from sojax.programs.spec import Targets
 from sojax.programs.validate import ScaleState, Verdict
 
@@ -50,7 +50,11 @@ class Step:
     tied: gradients from borrowers, by leaf, in the current micro-batch.
     partial: each stage's sums over micro-batches so far.
     units: gradient wire units on the device, by bucket.
-    host_grads: the same on the host, by bucket.
+    micro_grads: the same on the host, of one micro-batch, by bucket and number
+      of the micro-batch, until they are added to the sums there: the shards of
+      each unit.
+    host_grads: complete gradients on the host, or their sums, by bucket:
+      likewise.
     sumsqs: sums of squares, by stage.
     losses: one per micro-batch.
     fetched: buckets and units that flowed in, by the index of their task.
@@ -71,7 +75,7 @@ class Step:
   )
   inputs: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
   offloaded: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-  kept: dict[int, Kept] = dataclasses.field(default_factory=dict)
+  kept: dict[int, Left] = dataclasses.field(default_factory=dict)
   grad: jax.Array | None = None
   tied: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
   partial: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
@@ -80,7 +84,10 @@ class Step:
   units: dict[int, tuple[jax.Array, ...]] = dataclasses.field(
     default_factory=dict
   )
-  host_grads: dict[int, list[np.ndarray]] = dataclasses.field(
+  micro_grads: dict[tuple[int, int], list[list[np.ndarray]]] = (
+    dataclasses.field(default_factory=dict)
+  )
+  host_grads: dict[int, list[list[np.ndarray]]] = dataclasses.field(
     default_factory=dict
   )
   sumsqs: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
@@ -114,6 +121,7 @@ class Step:
       self.tied,
       self.partial,
       self.units,
+      self.micro_grads,
       self.host_grads,
       self.sumsqs,
       self.fetched,

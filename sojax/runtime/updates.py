@@ -1,16 +1,44 @@
-"""Updates of host buckets and of device buckets."""
+"""Sums and updates of host buckets, and updates of device buckets."""
 
 import jax
 
 from sojax.cluster.mesh import Placement
 from sojax.graph.graph import Task
 from sojax.host.kernels import Pool
+from sojax.host.sums import GradientSums
 from sojax.plan.buckets import Bucket, Layout
 from sojax.programs.device_update import make_device_update, scalar_array
 from sojax.runtime.executor import Wait
 from sojax.runtime.state import TrainState
 from sojax.runtime.step import Step
 from sojax.runtime.weights_in import Weights
+
+
+class HostSums:
+  """Adds up the micro-batches of a host bucket."""
+
+  def __init__(self, layout: Layout, sums: GradientSums, pool: Pool):
+    self._layout = layout
+    self._sums = sums
+    self._pool = pool
+
+  def host_accumulate(self, task: Task, step: Step) -> None:
+    """Adds a micro-batch's gradients, which then have left the host.
+
+    The last one's sums are what the update takes.
+    """
+    assert task.bucket is not None
+    bucket = self._layout.buckets[task.bucket]
+    last = task.micro == len(step.batches) - 1
+    self._sums.add(
+      self._pool,
+      bucket,
+      step.micro_grads.pop((task.bucket, task.micro)),
+      first=task.micro == 0,
+      last=last,
+    )
+    if last:
+      step.host_grads[task.bucket] = self._sums.units(bucket)
 
 
 class HostUpdates:
@@ -37,7 +65,7 @@ class HostUpdates:
     self._state.host[task.bucket].step(
       self._pool,
       grads,
-      [buffer.view_inout for buffer in buffers],
+      [buffer.shards_inout for buffer in buffers],
       step.scalars[bucket.group],
       step.host_verdict.grad_scale,
     )

@@ -7,6 +7,7 @@ import numpy as np
 
 from sojax.cluster.mesh import Placement
 from sojax.graph.graph import Task
+from sojax.host.sums import GradientSums
 from sojax.plan.adamw import AdamScalars, AdamW, adam_scalars
 from sojax.plan.config import TrainConfig
 from sojax.programs.validate import make_keep_if_skipped, make_validate
@@ -23,9 +24,25 @@ class Validation:
     state: TrainState,
     groups: tuple[AdamW, ...],
     config: TrainConfig,
+    sums: GradientSums | None,
     placement: Placement,
   ):
+    """Prepares the program.
+
+    Args:
+      state: what is trained.
+      groups: the hyper-parameters of each group.
+      config: gives the clip norm and the loss scale.
+      sums: the sums of gradients on the host, if they are added up there.
+      placement: the mesh.
+
+    Raises:
+      ValueError: if JAX has no CPU backend, or a schedule gives no finite
+        number.
+    """
     self._state = state
+    self._sums = sums
+    self._device = placement.device
     self._groups = groups
     self._config = config
     self._validate = make_validate(
@@ -41,12 +58,17 @@ class Validation:
     """Issues the decision; its end commits or skips the step.
 
     The previous step has ended its own: `count` is the one that this step
-    updates from.
+    updates from. What the host adds up is complete.
     """
     del task
     step.scalars = self._scalars_at(self._state.count)
     sumsqs = [step.sumsqs[stage] for stage in sorted(step.sumsqs)]
-    step.verdict, self._state.scale = self._validate(sumsqs, step.scale)
+    on_host = None
+    if self._sums is not None:
+      on_host = jax.device_put(self._sums.sum_of_squares(), self._device)
+    step.verdict, self._state.scale = self._validate(
+      sumsqs, on_host, step.scale
+    )
     for stage, old in enumerate(step.other_before):
       if old:
         self._state.other[stage] = self._keep_if_skipped(

@@ -1,4 +1,4 @@
-"""Weights on their way to the device, and the leaves that stages use.
+"""Weights on their way to the device, and the parameters that stages use.
 
 Weight-stationary: the device keeps the working weights; each update's result
 goes through a ring of pinned buffers and replaces them. Weight-flow: a pinned
@@ -7,6 +7,7 @@ on the device, which is gone after the use.
 """
 
 import abc
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -14,15 +15,15 @@ import numpy as np
 
 from sojax.cluster.mesh import Placement
 from sojax.graph.graph import Task
-from sojax.host.adam import write_weights
+from sojax.host.adam import like_shards, write_weights
 from sojax.host.wire import WireBuffer, WireRing
 from sojax.plan.account import ring_counts
 from sojax.plan.buckets import Bucket, Layout
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan, WireDtypes
 from sojax.programs.split_model import SplitModel
-from sojax.programs.unpack import Unpacker
 from sojax.runtime.executor import Wait
+from sojax.runtime.parameters import make_parameters
 from sojax.runtime.step import Step
 
 Masters = Mapping[int, Sequence[np.ndarray]]
@@ -42,11 +43,10 @@ class Weights(abc.ABC):
   ):
     self._layout = layout
     self._plan = plan
-    self._used = split.used
     self._placement = placement
     self._wire = WireDtypes.of(plan, config)
-    self._unpacker = Unpacker(
-      split.shape, split.used, config.working_dtype, placement
+    self._make_parameters = functools.partial(
+      make_parameters, split, layout, config.working_dtype, placement
     )
     self._allocate()
 
@@ -99,9 +99,7 @@ class StationaryWeights(Weights):
       dtype=self._wire.weight,
       placement=self._placement,
     )
-    self._on_both_sides = self._layout.on_both_sides
-    self._leaves: dict[int, jax.Array] = {}
-    self._arrived: dict[int, Sequence[jax.Array]] = {}
+    self._parameters = self._make_parameters()
 
   def load(self, masters: Masters) -> None:
     """Rounds the masters and places them."""
@@ -116,19 +114,8 @@ class StationaryWeights(Weights):
       self.arrive(bucket, units)
 
   def arrive(self, bucket: Bucket, units: Sequence[jax.Array]) -> None:
-    """Takes whole leaves as they are, and units until their stage's next use.
-
-    No program of the step is still to be issued that would use the old leaves.
-    They are dropped at once, or the device would hold the weights twice. Only a
-    leaf on both sides keeps its old array: of a skipped step its device part
-    arrives alone.
-    """
-    whole = self._unpacker.whole_leaves(bucket, units)
-    self._arrived[bucket.index] = units
-    for piece in bucket.slices:
-      if piece.leaf not in self._on_both_sides:
-        self._leaves.pop(piece.leaf, None)
-    self._leaves.update(whole)
+    """Takes the place of the bucket's old weights."""
+    self._parameters.arrive(bucket, units)
 
   def buffers(self, bucket: Bucket) -> list[WireBuffer]:
     """Takes buffers out of the ring; waits until some are free."""
@@ -154,34 +141,26 @@ class StationaryWeights(Weights):
   def of_evaluation(
     self, stage: int, *, after: jax.Array
   ) -> tuple[jax.Array, ...]:
-    """Returns the leaves that are there."""
+    """Returns the parameters that are there."""
     del after
-    return self._leaves_of(stage)
+    return self._of_stage(stage)
 
   def of_use(self, task: Task, step: Step) -> tuple[jax.Array, ...]:
-    """Returns the leaves that are there."""
+    """Returns the parameters that are there."""
     del step
     assert task.stage is not None
-    return self._leaves_of(task.stage)
+    return self._of_stage(task.stage)
 
-  def _leaves_of(self, stage: int) -> tuple[jax.Array, ...]:
-    """Unpacks what has arrived; what is borrowed its owner has unpacked."""
-    arrived = {
-      bucket: self._arrived[bucket.index]
-      for bucket in self._layout.of_stage(stage)
-      if bucket.index in self._arrived
-    }
-    self._leaves.update(self._unpacker.unpack(stage, arrived, self._leaves))
-    for bucket in arrived:
-      del self._arrived[bucket.index]
-    return tuple(self._leaves[leaf] for leaf in self._used[stage])
+  def _of_stage(self, stage: int) -> tuple[jax.Array, ...]:
+    """What a stage borrows, its owner has unpacked."""
+    return self._parameters.of_stage(stage, self._layout.of_stage(stage))
 
   def _from_master(
     self, shape: tuple[int, ...], master: np.ndarray
   ) -> jax.Array:
     weights = np.empty(master.shape, jax.numpy.dtype(self._wire.weight))
     write_weights(master, weights)
-    return jax.device_put(weights.reshape(shape), self._placement.device)
+    return jax.device_put(weights.reshape(shape), self._placement.units)
 
 
 class FlowingWeights(Weights):
@@ -200,7 +179,9 @@ class FlowingWeights(Weights):
     """Rounds the masters into the pinned copy."""
     for index, buffers in self._buffers.items():
       for buffer, master in zip(buffers, masters[index], strict=True):
-        write_weights(master, buffer.view_inout)
+        shards = like_shards(master, buffer.shards_inout)
+        for part, shard in zip(shards, buffer.shards_inout, strict=True):
+          write_weights(part, shard)
 
   def buffers(self, bucket: Bucket) -> list[WireBuffer]:
     """Returns the bucket's part of the pinned copy."""
@@ -240,8 +221,10 @@ class FlowingWeights(Weights):
   def _take(
     self, stage: int, arrived: Mapping[Bucket, Sequence[jax.Array]]
   ) -> tuple[jax.Array, ...]:
-    leaves = self._unpacker.unpack(stage, arrived, {})
-    return tuple(leaves[leaf] for leaf in self._used[stage])
+    parameters = self._make_parameters()
+    for bucket, units in arrived.items():
+      parameters.arrive(bucket, units)
+    return parameters.of_stage(stage, tuple(arrived))
 
 
 def make_weights(
@@ -260,4 +243,4 @@ def _send(
   buffers: Sequence[WireBuffer], placement: Placement
 ) -> list[jax.Array]:
   arrays = [buffer.array for buffer in buffers]
-  return jax.device_put(arrays, placement.device)
+  return jax.device_put(arrays, placement.units)
