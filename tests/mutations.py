@@ -9,8 +9,10 @@ is built from a copy; tests/ run against it. What no test notices is an error.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -35,10 +37,8 @@ _ARGS = [
   "-isystem",
   sysconfig.get_path("include"),
 ]
-_ISA_ARGS = {
-  "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-  "kernels_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-}
+_MACHINES = json.loads((_ROOT / "cpu_ops" / "isa_args.json").read_text())
+_ISA_ARGS = _MACHINES[platform.machine()]
 _ROLLBACK = ("tests/test_rollback.py",)
 _FUSED = ("tests/test_kernel_fused.py",)
 _QUEUE = ("tests/test_kernel_queue.py",)
@@ -252,7 +252,9 @@ class Build:
 
   def all_sources(self) -> list[str]:
     """Returns the names of the files that are compiled."""
-    return sorted(x.name for x in self._sources.glob("*.cc"))
+    elsewhere = {x for sources in _MACHINES.values() for x in sources}
+    elsewhere -= set(_ISA_ARGS)
+    return sorted({x.name for x in self._sources.glob("*.cc")} - elsewhere)
 
   def sources_of(self, file: str) -> list[str]:
     """Returns the sources that a file is part of."""
