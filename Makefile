@@ -80,11 +80,11 @@ bench: install
 
 install: $(VENV)/.installed
 
-# Build tools come first and the build is not isolated from them, so that
-# constraints.txt pins them as well.
+# Build tools, and jax for its headers, come first and the build is not isolated
+# from them, so that constraints.txt pins them as well.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS) setup.py \
     $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/*.json)
-	$(PIP_INSTALL) setuptools wheel pybind11
+	$(PIP_INSTALL) setuptools wheel pybind11 jax
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
 	@touch $@
 

@@ -1,5 +1,5 @@
-// The Python module sojax._cpu_ops. Every argument is checked before anything
-// is changed and while the GIL is held.
+// The Python module sojax._cpu_ops. Every argument of a kernel is checked
+// before anything is changed and while the GIL is held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -16,6 +16,7 @@
 #include "pool.h"
 #include "reading.h"
 #include "rollback.h"
+#include "sink_bindings.h"
 #include "update.h"
 
 namespace py = pybind11;
@@ -212,7 +213,8 @@ class Kernels {
 };
 
 PYBIND11_MODULE(_cpu_ops, module) {
-  module.doc() = "The host kernels; sojax.host.kernels is their public face.";
+  module.doc() =
+      "Kernels and gradient sinks; their public faces are in sojax.host.";
   module.attr("CHUNK_ELEMS") = kChunkElems;
   module.attr("RECORD_CHUNK_ELEMS") = kRecordChunkElems;
   module.attr("RECORD_GROUP_ELEMS") = kGroupElems;
@@ -244,6 +246,7 @@ PYBIND11_MODULE(_cpu_ops, module) {
       .def("narrow", &Kernels::Narrow, py::arg("segments"))
       .def("bind_to_cores", &Kernels::BindToCores, py::arg("cores"))
       .def("close", &Kernels::Close);
+  BindGradientSink(module);
 }
 
 }  // namespace

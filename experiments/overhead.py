@@ -27,8 +27,11 @@ load, nor by an order. The rows say where the time goes:
     contenders transfer nothing.
   update: sojax's host updates, by its timeline, against clipping and optax in
     a program of their own, donated.
+  callback: sojax's whole step with gradients that leave by host callbacks while
+    backward runs, against the same with transfers after it ("dma").
 """
 
+import contextlib
 import functools
 import json
 import random
@@ -109,19 +112,34 @@ def compare(tokens: int) -> dict[str, Any]:
   batch = sampler.batch(0)
   model = models.GPT(models.presets.gpt(_MODEL.value), rngs=nnx.Rngs(0))
   plain = plain_contenders(model, config, batch)
-  plan = {"activations": _ACTIVATIONS.value}
-  with sojax.Trainer(model, sojax.adamw(**_ADAMW), config, plan) as trainer:
-
-    def step() -> None:
-      trainer.step(batch)
-      trainer.drain()
-
-    measured, lanes = measure(
-      {"sojax": step, **plain}, _ROUNDS.value, trainer.timeline
+  with contextlib.ExitStack() as stack:
+    ours, by_callback = (
+      stack.enter_context(
+        sojax.Trainer(model, sojax.adamw(**_ADAMW), config, plan)
+      )
+      for plan in _plans()
     )
+    contenders = {
+      "sojax": functools.partial(_step, ours, batch),
+      "sojax_callback": functools.partial(_step, by_callback, batch),
+    }
+    measured, lanes = measure(contenders | plain, _ROUNDS.value, ours.timeline)
   result = {"tokens": tokens, **summarise(measured, lanes)}
   print(f"{tokens} tokens: {result['ratio_median']:.3f} of {result['faster']}")
   return result
+
+
+def _plans() -> list[dict[str, str]]:
+  activations = {"activations": _ACTIVATIONS.value}
+  return [
+    activations | {"gradients_out": transport}
+    for transport in ("dma", "callback")
+  ]
+
+
+def _step(trainer: sojax.Trainer, batch: data.Batch) -> None:
+  trainer.step(batch)
+  trainer.drain()
 
 
 def plain_contenders(
@@ -234,6 +252,13 @@ def summarise(measured: Samples, lanes: Samples) -> dict[str, Any]:
     if row in measured:
       rows[row]["plain_s"] = statistics.median(measured[row])
       rows[row]["ratio_median"] = _ratios(seconds, measured[row])[1]
+  if "sojax_callback" in measured:
+    ours, theirs = measured["sojax_callback"], measured["sojax"]
+    rows["callback"] = {
+      "sojax_s": statistics.median(ours),
+      "dma_s": statistics.median(theirs),
+      "ratio_median": _ratios(ours, theirs)[1],
+    }
   low, middle, high = _ratios(measured["sojax"], measured[faster])
   return {
     "ratio_median": middle,

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +14,25 @@ from jax.sharding import Mesh
 
 from sojax import checkpoint
 from sojax.cluster.mesh import Placement
-from sojax.graph.graph import TaskKind
 from sojax.graph.schedule import schedule
 from sojax.graph.timeline import Timeline
-from sojax.host.kernels import Pool, cpu_info
-from sojax.host.sums import GradientSums
 from sojax.models.loss import Loss
 from sojax.plan.account import make_account
 from sojax.plan.adamw import Optimizer
 from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan, WireDtypes
-from sojax.programs.keep import (
-  KeepPrograms,
-  make_keep_programs,
-  trace_kept_bytes,
-)
+from sojax.programs.keep import make_keep_programs, trace_kept_bytes
 from sojax.programs.needs import trace_needs
 from sojax.programs.split_model import split_model
-from sojax.programs.stages import StagePrograms, make_stage_programs
-from sojax.programs.trace import trace_stages
-from sojax.runtime.activations import Activations
+from sojax.programs.stages import make_stage_programs
+from sojax.programs.trace import backward_order, trace_stages
 from sojax.runtime.batches import Batches
-from sojax.runtime.compute import Compute
-from sojax.runtime.executor import Action, Executor
-from sojax.runtime.gradients_out import GradientsOut
+from sojax.runtime.executor import Executor
 from sojax.runtime.metrics import StepMetrics
+from sojax.runtime.parts import Parts
 from sojax.runtime.run import StepError
-from sojax.runtime.state import TrainState
 from sojax.runtime.step import Step
-from sojax.runtime.updates import DeviceUpdates, HostSums, HostUpdates
-from sojax.runtime.validation import Validation
-from sojax.runtime.weights_in import make_weights
 
 
 class Trainer:
@@ -102,13 +89,13 @@ class Trainer:
     shapes = trace_stages(
       self._split, config.working_dtype, (config.micro_batch, config.seq_len)
     )
-    wire = WireDtypes.of(self.plan, config)
     self.layout = plan_buckets(
       self._split.shape,
       bucket_bytes=self.plan.bucket_bytes,
-      elem_bytes=wire.grad_bytes,
+      elem_bytes=WireDtypes.of(self.plan, config).grad_bytes,
       device_buckets=self.plan.device_buckets,
       num_shards=self._placement.num_devices,
+      backward_order=backward_order(self._split, shapes),
     )
     input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
     self.graph = schedule(self.layout, self.plan, config, input_bytes)
@@ -116,9 +103,8 @@ class Trainer:
       self._split,
       self.layout,
       shapes,
-      wire.grad,
-      config.working_dtype,
-      self.plan.accumulate,
+      self.plan,
+      config,
       self._placement,
     )
     keeping = make_keep_programs(programs, self.plan, self._placement)
@@ -130,28 +116,32 @@ class Trainer:
       trace_kept_bytes(self._split, keeping, shapes),
       trace_needs(self._split, programs, shapes),
     )
-    self._start(programs, keeping)
+    vocab_size = getattr(model, "vocab_size", None)
+    self._batches = Batches(config, vocab_size, self._placement)
+    self._start(
+      Parts(
+        self._split,
+        self.layout,
+        self.plan,
+        config,
+        programs,
+        keeping,
+        self._placement,
+      )
+    )
 
-  def _start(
-    self,
-    programs: Sequence[StagePrograms],
-    keeping: Mapping[int, KeepPrograms],
-  ) -> None:
-    """Makes what carries out the tasks, and starts the threads."""
-    self._pool = Pool(self.plan.pool_threads or cpu_info().cores)
-    self._state = TrainState(
-      self._split, self.layout, self.config.active_loss_scale, self._placement
+  def _start(self, parts: Parts) -> None:
+    """Starts the threads that carry out the tasks."""
+    self._parts = parts
+    self._state = parts.state
+    self._weights = parts.weights
+    self._compute = parts.compute
+    self._executor = Executor(
+      self.graph,
+      parts.actions(),
+      interrupt=parts.gradients_out.interrupt,
+      reset=parts.gradients_out.reset,
     )
-    vocab_size = getattr(self._model, "vocab_size", None)
-    self._batches = Batches(self.config, vocab_size, self._placement)
-    self._weights = make_weights(
-      self._split, self.layout, self.plan, self.config, self._placement
-    )
-    self._weights.load(self._state.masters())
-    self._compute = Compute(
-      self._split, self.layout, programs, keeping, self._weights
-    )
-    self._executor = Executor(self.graph, self._actions())
     self._broken: StepError | None = None
     self._finalizer = weakref.finalize(self, self._executor.close)
 
@@ -297,45 +287,13 @@ class Trainer:
   def close(self) -> None:
     """Ends the threads, after the work under way; may be called again."""
     self._finalizer()
-    self._pool.close()
+    self._parts.close()
 
   def __enter__(self) -> "Trainer":
     return self
 
   def __exit__(self, *exc_info: object) -> None:
     self.close()
-
-  def _actions(self) -> dict[TaskKind, Action]:
-    adding = self.plan.accumulate == "host"
-    sums = GradientSums(self.layout) if adding else None
-    validation = Validation(
-      self._state, self.layout.model.groups, self.config, sums, self._placement
-    )
-    gradients_out = GradientsOut(self._placement, of_micro_batches=adding)
-    host = HostUpdates(self.layout, self._state, self._weights, self._pool)
-    device = DeviceUpdates(
-      self.layout,
-      self._state,
-      self._weights,
-      self.config.working_dtype,
-      self._placement,
-    )
-    activations = Activations(self._placement)
-    actions: dict[TaskKind, Action] = {
-      TaskKind.FORWARD: self._compute.forward,
-      TaskKind.BACKWARD: self._compute.backward,
-      TaskKind.GRAD_OUT: gradients_out.grad_out,
-      TaskKind.VALIDATE: validation.validate,
-      TaskKind.HOST_UPDATE: host.host_update,
-      TaskKind.DEVICE_UPDATE: device.device_update,
-      TaskKind.WEIGHT_IN: self._weights.weight_in,
-      TaskKind.ACTIVATION_OUT: activations.activation_out,
-      TaskKind.ACTIVATION_IN: activations.activation_in,
-    }
-    if sums is not None:
-      summing = HostSums(self.layout, sums, self._pool)
-      actions[TaskKind.HOST_ACCUMULATE] = summing.host_accumulate
-    return actions
 
   @contextlib.contextmanager
   def _noting_failures(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 
+import jax
 import pybind11
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -36,6 +37,8 @@ _ARGS = [
   pybind11.get_include(),
   "-isystem",
   sysconfig.get_path("include"),
+  "-isystem",
+  jax.ffi.include_dir(),
 ]
 _MACHINES = json.loads((_ROOT / "cpu_ops" / "isa_args.json").read_text())
 _ISA_ARGS = _MACHINES[platform.machine()]
@@ -252,9 +255,10 @@ class Build:
 
   def all_sources(self) -> list[str]:
     """Returns the names of the files that are compiled."""
-    elsewhere = {x for sources in _MACHINES.values() for x in sources}
-    elsewhere -= set(_ISA_ARGS)
-    return sorted({x.name for x in self._sources.glob("*.cc")} - elsewhere)
+    left_out = {x for sources in _MACHINES.values() for x in sources}
+    left_out -= set(_ISA_ARGS)
+    left_out.add("gradient_out_cuda.cc")
+    return sorted({x.name for x in self._sources.glob("*.cc")} - left_out)
 
   def sources_of(self, file: str) -> list[str]:
     """Returns the sources that a file is part of."""

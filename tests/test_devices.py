@@ -69,6 +69,15 @@ def test_eight_devices_train_on_few_cores(cores):
   assert result["losses"][-1] < result["losses"][0]
 
 
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset")
+def test_eight_devices_deliver_gradients_on_one_core():
+  plan = {"bucket_bytes": 1 << 18}
+  result = run(plan | {"gradients_out": "callback"}, cores="0")
+  sent = run(plan | {"gradients_out": "dma"})
+  # The number of cores decides how XLA sums.
+  np.testing.assert_allclose(result["losses"], sent["losses"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("threads", [None, "2"])
 def test_without_threads_enough_programs_run_one_at_a_time(threads):
   """And the trainer says so, where jax needs it."""

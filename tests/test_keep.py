@@ -81,6 +81,8 @@ def make(module):
     units=(),
     num_sent=None,
     grad_dtype="float32",
+    transport="dma",
+    leaving=(),
     reuses_dy=False,
     working_dtype="float32",
   )
@@ -133,8 +135,8 @@ def test_gradients_are_those_of_recomputation(module, last_micro):
   expected_y, expected_other = recomputing.forward(params, other, x)
   left = kept.with_held(other, x, y)
   name = "finish" if last_micro else "add"
-  ours = getattr(keeping, name)(params, *left, dy, {}, ())
-  theirs = getattr(recomputing, name)(params, other, x, dy, {}, ())
+  ours = getattr(keeping, name)(params, *left, dy, {}, (), None)
+  theirs = getattr(recomputing, name)(params, other, x, dy, {}, (), None)
   for a, b in zip(
     jax.tree.leaves((y, ours)),
     jax.tree.leaves((expected_y, theirs)),
@@ -159,9 +161,9 @@ def compiled(ours, stage):
   left = kept.with_held((), x, y)
   return {
     "forward": recomputing.forward.lower(params, (), x),
-    "recompute": recomputing.finish.lower(params, (), x, x, {}, ()),
+    "recompute": recomputing.finish.lower(params, (), x, x, {}, (), None),
     "keep_forward": keeping.forward.lower(params, (), x),
-    "keep": keeping.finish.lower(params, *left, x, {}, ()),
+    "keep": keeping.finish.lower(params, *left, x, {}, (), None),
   }
 
 

@@ -67,7 +67,7 @@ def compiled_bytes(ours, stage):
     for i in ours._split.used[stage]
   ]
   x = jax.ShapeDtypeStruct((4, 24, 64), np.float32)
-  compiled = programs.finish.lower(params, (), x, x, {}, ()).compile()
+  compiled = programs.finish.lower(params, (), x, x, {}, (), None).compile()
   memory = compiled.memory_analysis()
   return (
     memory.argument_size_in_bytes

@@ -40,6 +40,19 @@ def test_summary_compares_with_the_faster_plain_step_round_by_round():
   }
 
 
+def test_summary_compares_callbacks_with_dma_round_by_round():
+  measured = {
+    "sojax": [3.0, 2.0, 8.0],
+    "sojax_callback": [6.0, 1.0, 4.0],
+    "one_jit": [9.0, 9.0, 9.0],
+    "two_jits": [2.0, 4.0, 4.0],
+  }
+  # Ratios 2, 0.5, 0.5: not the ratio 4/3 of the medians.
+  assert overhead.summarise(measured, {})["rows"] == {
+    "callback": {"sojax_s": 4.0, "dma_s": 3.0, "ratio_median": 0.5}
+  }
+
+
 def test_lane_seconds_are_those_of_the_newest_step():
   timeline = Timeline(
     [
@@ -105,9 +118,10 @@ def test_script_writes_a_ratio_and_rows(tmp_path, monkeypatch):
   assert [size["tokens"] for size in result["sizes"]] == [16]
   for size in result["sizes"]:
     assert size["rounds"] == 2 and size["ratio_median"] > 0
-    assert set(size["rows"]) == {"gradients", "transfer", "update"}
+    assert set(size["rows"]) == {"gradients", "transfer", "update", "callback"}
     assert all(row["sojax_s"] > 0 for row in size["rows"].values())
     assert size["rows"]["update"]["ratio_median"] > 0
+    assert size["rows"]["callback"]["ratio_median"] > 0
 
 
 def test_tokens_that_make_no_rows_are_refused(tmp_path):

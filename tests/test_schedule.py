@@ -101,6 +101,36 @@ def test_a_stationary_step_has_the_edges_of_the_design():
   assert carried["validate"] == ["validate"]
 
 
+@pytest.mark.parametrize(
+  "switches",
+  [
+    {},
+    {"weights": "flow"},
+    {"accumulation": 3},
+    {"accumulation": 3, "accumulate": "host"},
+    {"activations": "offload"},
+  ],
+  ids=str,
+)
+def test_gradients_that_backward_delivers_wait_for_what_it_waits_for(switches):
+  """Everything else is as it is where they leave after it."""
+  graphs = {
+    transport: graph_of(gradients_out=transport, **switches)
+    for transport in ("dma", "callback", "io_callback")
+  }
+  assert graphs["callback"] == graphs["io_callback"]
+  for ours, theirs in zip(
+    graphs["callback"].tasks, graphs["dma"].tasks, strict=True
+  ):
+    if ours.kind is not TaskKind.GRAD_OUT:
+      assert ours == theirs
+      continue
+    (backward,) = (graphs["callback"].tasks[i] for i in theirs.deps)
+    assert backward.kind is TaskKind.BACKWARD
+    assert (ours.deps, ours.prev_deps) == (backward.deps, backward.prev_deps)
+    assert ours.index > backward.index
+
+
 def test_device_buckets_skip_the_host():
   graph = graph_of(num_blocks=1, device_buckets=1)
   of_bucket = [t for t in graph.tasks if t.bucket == 2]

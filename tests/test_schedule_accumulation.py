@@ -100,11 +100,18 @@ def test_at_most_one_micro_batch_of_a_bucket_is_on_the_host(
   check_account(account, elems=4 << 14, num_grads=1)
 
 
+@pytest.mark.parametrize("gradients_out", ["dma", "callback"])
 @pytest.mark.parametrize("weights", ["stationary", "flow"])
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 5])
-def test_at_most_two_are_of_a_model_of_one_stage(weights, accumulation):
-  graph, account = only_stage(accumulation, weights=weights)
+def test_at_most_two_are_of_a_model_of_one_stage(
+  weights, accumulation, gradients_out
+):
+  switches = {"weights": weights, "gradients_out": gradients_out}
+  graph, account = only_stage(accumulation, **switches)
   check_places(graph, accumulation, 2)
+  if gradients_out == "callback":  # programs do not return them
+    assert account.device["gradients"] == 0
+    account.device["gradients"] = account.host["gradients"]
   check_account(account, elems=2 << 14, num_grads=min(2, accumulation))
 
 

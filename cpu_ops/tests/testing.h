@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -15,18 +14,10 @@
 #include "../dispatch.h"
 #include "../record.h"
 #include "../segments.h"
+#include "check.h"
 
 namespace sojax {
 namespace {
-
-// Prints the first fault and ends the program.
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (false)
 
 template <class Error, class Function>
 [[maybe_unused]] std::string MessageOf(const Function& function) {

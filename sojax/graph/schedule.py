@@ -14,6 +14,9 @@ is one or two of them behind at most (k, `Plan.num_grads_on_host`):
                               Backward(stage, m + k) <-'       |
                     after the last: Validate, HostUpdate <-----'
 
+Where Backward itself delivers its gradients to the host, GradOut begins when
+Backward does, not after it.
+
 The last stage has no Forward of its own: its Backward computes the loss and its
 gradients at once. The input of a stage that offloads leaves while its Forward
 runs, and comes back while the Backward of the stage after it runs:
@@ -98,6 +101,9 @@ class _Builder:
     self._num_on_host = plan.num_grads_on_host(
       layout.model.num_stages, config.accumulation
     )
+    transport = plan.transport(layout.model.num_stages)
+    self._delivers_itself = transport != "dma"
+    self._delivered_by: dict[int, int] = {}
     self._accumulates: dict[tuple[int, int], list[int]] = {}
     self._host_updates: dict[int, int] = {}
     self._arrivals: dict[int, int] = {}
@@ -169,6 +175,8 @@ class _Builder:
       buckets = self._layout.used_by(stage)
       arrivals = [self._arrivals.get(bucket.index) for bucket in buckets]
       self._carry(use, arrivals)
+    for out, backward in self._delivered_by.items():
+      self._carry(out, self.tasks[backward].prev_deps)
     window = min(self._plan.flow_window, len(self._uses))
     for place, fetches in enumerate(self._fetches):
       for fetch in fetches:
@@ -219,6 +227,8 @@ class _Builder:
     on_host = self._plan.accumulate == "host"
     if not last_micro and not on_host:
       return
+    backward = self._uses[-1]
+    begins_with = self.tasks[backward].deps
     for bucket in self._layout.of_stage(use.stage):
       if not bucket.trained or bucket.on_device:
         continue
@@ -227,9 +237,11 @@ class _Builder:
         Lane.D2H,
         bucket=bucket,
         micro=use.micro,
-        deps=self._uses[-1:],
+        deps=begins_with if self._delivers_itself else (backward,),
         bytes=bucket.size * self._wire.grad_bytes,
       )
+      if self._delivers_itself:
+        self._delivered_by[index] = backward
       if on_host:
         index = self._add(
           TaskKind.HOST_ACCUMULATE,

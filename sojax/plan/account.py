@@ -24,9 +24,10 @@ class Account:
       "accumulators" (accumulate="host") and "stage_inputs"
       (activations="offload", pinned).
     device: memory of one device: "weights" (in weight-flow those of the
-      window), "device_buckets" (masters and moments), "gradients" (on their
-      way out), "tied_gradients", "partial_sums" (accumulation of what the
-      device adds up), "stage_inputs" and "residuals" (activations="keep").
+      window), "device_buckets" (masters and moments), "gradients" (what
+      programs return of them: not those that leave while a program runs),
+      "tied_gradients", "partial_sums" (accumulation of what the device adds
+      up), "stage_inputs" and "residuals" (activations="keep").
     network: what collectives carry in a step; see
       `sojax.plan.network.network_bytes`.
   """
@@ -151,9 +152,11 @@ def _gradients(
     "accumulators": 4 * of_host if adding_on_host else 0,
   }
   partial_sums = 4 * added_on_device if config.accumulation > 1 else 0
-  leaving = wire_bytes * (num_grads * of_host + of_device)
+  returned = of_device
+  if plan.transport(layout.model.num_stages) == "dma":
+    returned += num_grads * of_host
   on_device = {
-    "gradients": leaving // layout.num_shards,
+    "gradients": wire_bytes * returned // layout.num_shards,
     "partial_sums": partial_sums // layout.num_shards,
   }
   return on_host, on_device

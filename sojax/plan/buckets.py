@@ -200,6 +200,7 @@ def plan_buckets(
   elem_bytes: int,
   device_buckets: int = 0,
   num_shards: int = 1,
+  backward_order: Sequence[int] | None = None,
 ) -> Layout:
   """Cuts a model into buckets in the order backward produces gradients.
 
@@ -215,6 +216,8 @@ def plan_buckets(
     elem_bytes: bytes of one element on the wire (2 for bfloat16).
     device_buckets: how many of the last trained buckets live on the device.
     num_shards: devices that each own a shard of every wire unit.
+    backward_order: indices of all leaves; those of a stage in the order in
+      which its backward finishes them. By default as they are in the model.
 
   Returns:
     The layout; its buckets hold every element of every leaf exactly once.
@@ -237,12 +240,20 @@ def plan_buckets(
       )
   limit = bucket_bytes // elem_bytes
   cut: list[tuple[int, int | None, list[Slice]]] = []
+  order = backward_order or range(len(model.leaves))
+  finished = {leaf: place for place, leaf in enumerate(order)}
   for stage in reversed(range(model.num_stages)):
-    own = model.own(stage)
+    own = [i for i in order if model.leaves[i].stage == stage]
     groups = {model.leaves[i].group: None for i in own}
-    for group in groups:
-      members = [i for i in own if model.leaves[i].group == group]
-      cut += [(stage, group, s) for s in _fill(model, members, limit)]
+    of_stage = [
+      (stage, group, slices)
+      for group in groups
+      for slices in _fill(
+        model, [i for i in own if model.leaves[i].group == group], limit
+      )
+    ]
+    # A bucket is finished when the last of its leaves is.
+    cut += sorted(of_stage, key=lambda x: max(finished[s.leaf] for s in x[2]))
   num_trained = sum(group is not None for _, group, _ in cut)
   if device_buckets > num_trained:
     raise ValueError(

@@ -11,11 +11,11 @@ MIN_BUCKET_BYTES = 1 << 16
 DEFAULT_BUCKET_BYTES = 64 * MIB
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | None, ...]] = {
   "weights": ("stationary", "flow"),
   "grad_cast": ("host", "device"),
   "weight_cast": ("host", "device"),
-  "gradients_out": ("dma",),
+  "gradients_out": (None, "dma", "callback", "io_callback"),
   "accumulate": ("device", "host"),
   "speculation": ("wait",),
   "master": ("fp32",),
@@ -27,7 +27,6 @@ ACTIVATIONS = ("recompute", "keep", "offload")
 _NOT_YET: dict[str, tuple[str, ...]] = {
   "grad_cast": ("host_separate",),
   "weight_cast": ("host_separate",),
-  "gradients_out": ("callback",),
   "speculation": ("record2", "record3", "pingpong"),
   "master": ("split",),
   "park": ("device",),
@@ -53,7 +52,10 @@ class Plan:
     ring_slots: buckets' worth of pinned buffers for weights on their way to the
       device in weight-stationary.
     pool_threads: host threads that update buckets; None takes every core.
-    gradients_out: transport of gradients to the host: "dma".
+    gradients_out: transport of gradients to the host: "dma" sends them when
+      their program has ended; "callback" delivers each while the program runs;
+      "io_callback" is its slow twin in Python, on one device. None takes
+      "callback" for a model of one stage, else "dma"; see `transport`.
     activations: what a stage's forward leaves for its backward: "recompute"
       its input, from which backward computes it again; "keep" all that backward
       needs; "offload" its input, which waits in pinned host memory. One for all
@@ -76,7 +78,7 @@ class Plan:
   flow_window: int = 2
   ring_slots: int = 2
   pool_threads: int | None = None
-  gradients_out: str = "dma"
+  gradients_out: str | None = None
   activations: str | tuple[str, ...] = "recompute"
   accumulate: str = "device"
   speculation: str = "wait"
@@ -135,6 +137,19 @@ class Plan:
       policies[0] = "recompute"
     policies[-1] = "recompute"
     return tuple(policies)
+
+  def transport(self, num_stages: int) -> str:
+    """Returns how gradients get to the host in a model of `num_stages`.
+
+    With one stage there is one backward: nothing of it could overlap with the
+    transfers, or with updates, if they waited for its end.
+
+    >>> Plan().transport(1), Plan().transport(4)
+    ('callback', 'dma')
+    """
+    if self.gradients_out is not None:
+      return self.gradients_out
+    return "callback" if num_stages == 1 else "dma"
 
   def num_grads_on_host(self, num_stages: int, accumulation: int) -> int:
     """Returns how many gradients of a bucket have a place on the host at once.

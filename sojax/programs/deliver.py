@@ -2,6 +2,7 @@
 
 They are added to those of borrowers and of earlier micro-batches; once they are
 complete they are rounded, cut into wire units, and their squares are summed.
+Units that leave by callback are sent from here; the program returns the others.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from sojax.host.transports import SINKS
 from sojax.programs.flatten import to_units
 from sojax.programs.spec import BackwardOut, StageSpec
 
@@ -20,6 +22,7 @@ def deliver(
   grads: Sequence[jax.Array],
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
+  route: jax.Array | None,
 ) -> BackwardOut:
   """Returns what becomes of a backward's gradients, and nothing else.
 
@@ -35,6 +38,7 @@ def deliver(
     grads: gradients of `spec.trained` and `spec.tied`.
     tied: gradients from borrowers, by place.
     partial: float32 sums over the micro-batches so far.
+    route: operand of the route of `spec.leaving`; None if nothing leaves.
   """
   # Without them XLA fuses what follows into the computation of gradients, and
   # their bits would depend on what the wire carries and on how it is cut. One
@@ -56,15 +60,34 @@ def deliver(
     tied=tuple(map(spec.ranks.stack, grads[num_own:])),
   )
   if not last_micro:
-    return dataclasses.replace(out, units=sent, partial=sums)
+    units = _send(spec, sent, route)
+    return dataclasses.replace(out, units=units, partial=sums)
   complete = tuple(_on_wire(spec, x) for x in sums)
   if spec.adds_units:
     units = sent + complete
   else:
     units = to_units(dict(zip(own, complete, strict=True)), spec.units)
   return dataclasses.replace(
-    out, units=units, sumsq=spec.ranks.stack(_sums_of_squares(complete))
+    out,
+    units=_send(spec, units, route),
+    sumsq=spec.ranks.stack(_sums_of_squares(complete)),
   )
+
+
+def _send(
+  spec: StageSpec, units: Sequence[jax.Array], route: jax.Array | None
+) -> tuple[jax.Array, ...]:
+  """Sends the units that leave, if there are any yet; returns the others.
+
+  Nothing here says when: no delivery depends on another. XLA's CPU backend runs
+  one right after what computes its gradient, as that frees memory, and so while
+  the rest of backward is still to come.
+  """
+  leaving = spec.leaving if units else ()
+  for place, position in enumerate(leaving):
+    assert route is not None
+    SINKS[spec.transport].send(units[position], route, place)
+  return tuple(unit for i, unit in enumerate(units) if i not in set(leaving))
 
 
 def _with_borrowed(

@@ -85,7 +85,7 @@ class KeepPrograms:
   Attributes:
     spec: what they were made for.
     forward: (params, other, x) -> (y, new other, Kept).
-    add: (params, *Left, dy, tied, partial) -> BackwardOut, as in
+    add: (params, *Left, dy, tied, partial, route) -> BackwardOut, as in
       StagePrograms.
     finish: the same for the last micro-batch.
   """
@@ -104,7 +104,7 @@ class KeepPrograms:
       manual_jit(
         functools.partial(_backward, spec, last_micro),
         placement,
-        in_specs=(SHARDS, *left, ROWS, SHARDS, SHARDS),
+        in_specs=(SHARDS, *left, ROWS, SHARDS, SHARDS, SHARDS),
         out_specs=BACKWARD_OUT_SPECS,
         donate=reused if last_micro else (*reused, 7),
       )
@@ -224,6 +224,7 @@ def _backward(
   dy: jax.Array,
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
+  route: jax.Array | None,
 ) -> BackwardOut:
   """Puts the pull-back together again and applies it.
 
@@ -244,5 +245,6 @@ def _backward(
   )
   grads, *dx = pull(dy)
   return dataclasses.replace(
-    deliver(spec, last_micro, grads, tied, partial), dx=dx[0] if dx else None
+    deliver(spec, last_micro, grads, tied, partial, route),
+    dx=dx[0] if dx else None,
   )

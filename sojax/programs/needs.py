@@ -61,7 +61,7 @@ def _places(
 
   The last stage has no forward.
   """
-  alone = dataclasses.replace(spec, ranks=Ranks(1), gathered=None)
+  alone = dataclasses.replace(spec, ranks=Ranks(1), gathered=None, leaving=())
   dtype = jnp.dtype(spec.working_dtype)
   params = [jax.ShapeDtypeStruct(shape, dtype) for shape in leaf_shapes]
   arguments = params, other, shapes.x
@@ -76,7 +76,7 @@ def _places(
     traced = jax.make_jaxpr(functools.partial(run_forward, alone))(*arguments)
     forward = _read(traced.jaxpr, len(params))
   traced = jax.make_jaxpr(functools.partial(run_backward, alone, True))(
-    *arguments, dy, {}, ()
+    *arguments, dy, {}, (), None
   )
   return forward, _read(traced.jaxpr, len(params))
 

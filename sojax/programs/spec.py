@@ -68,6 +68,9 @@ class StageSpec:
       the host adds them up; the device adds up the others. None if the device
       adds up all.
     grad_dtype: dtype of gradients on the wire.
+    transport: how gradients get to the host; see `Plan.transport`.
+    leaving: places in `units` of those that backward itself delivers to the
+      host, in the order of their route's destinations; none under "dma".
     reuses_dy: whether the input's gradient can take the place of the output's.
     working_dtype: dtype of parameters on the device.
     ranks: the devices.
@@ -82,6 +85,8 @@ class StageSpec:
   units: tuple[UnitSpec, ...]
   num_sent: int | None
   grad_dtype: str
+  transport: str
+  leaving: tuple[int, ...]
   reuses_dy: bool
   working_dtype: str
   ranks: Ranks = Ranks(1)
@@ -126,7 +131,7 @@ class BackwardOut:
       of them but the last: in the order of `StageSpec.trained`, or of the units
       that are not sent.
     units: gradients as wire units: all from the last micro-batch, and from the
-      others those that are sent.
+      others those that are sent; but for `StageSpec.leaving`.
     sumsq: float32 [n], sums of squares of what the device has added up, as it
       crosses the wire: of each parameter, or of each unit that is not sent; of
       several ranks stacked. From all micro-batches but the last, zeros. It is

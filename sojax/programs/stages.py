@@ -15,6 +15,8 @@ import jax
 from sojax.cluster.mesh import Placement
 from sojax.models.loss import loss_function
 from sojax.plan.buckets import Layout
+from sojax.plan.config import TrainConfig
+from sojax.plan.plan import Plan, WireDtypes
 from sojax.programs.deliver import deliver
 from sojax.programs.flatten import unit_specs
 from sojax.programs.manual import ROWS, SHARDS, WHOLE, Ranks, manual_jit
@@ -43,10 +45,11 @@ class StagePrograms:
     forward: (params, other, x) -> (y, new other).
     evaluate: (params, other, x) -> y, without dropout; in the last stage
       (params, other, x, Targets) -> loss.
-    add: (params, other, x, dy or Targets, tied, partial) -> BackwardOut, for
-      all micro-batches but the last. `tied` maps places to gradients from
-      borrowers; `partial`, of the micro-batch before, is empty in the first one
-      and donated. So is dy if the spec says so.
+    add: (params, other, x, dy or Targets, tied, partial, route) ->
+      BackwardOut, for all micro-batches but the last. `tied` maps places to
+      gradients from borrowers; `partial`, of the micro-batch before, is empty
+      in the first one and donated. So is dy if the spec says so. `route` is the
+      operand of the route of the units that leave, None if none do.
     finish: the same for the last micro-batch.
   """
 
@@ -67,11 +70,12 @@ class StagePrograms:
       out_specs=WHOLE if last else ROWS,
     )
     reused = (3,) if spec.reuses_dy else ()
+    dy = TARGETS_SPECS if last else ROWS
     self.add, self.finish = (
       manual_jit(
         functools.partial(run_backward, spec, last_micro),
         placement,
-        in_specs=(*inputs, TARGETS_SPECS if last else ROWS, SHARDS, SHARDS),
+        in_specs=(*inputs, dy, SHARDS, SHARDS, SHARDS),
         out_specs=BACKWARD_OUT_SPECS,
         donate=reused if last_micro else (*reused, 5),
       )
@@ -83,9 +87,8 @@ def make_stage_programs(
   split: SplitModel,
   layout: Layout,
   shapes: Sequence[StageShapes],
-  grad_dtype: str,
-  working_dtype: str,
-  accumulate: str,
+  plan: Plan,
+  config: TrainConfig,
   placement: Placement,
 ) -> tuple[StagePrograms, ...]:
   """Returns the programs of every stage; equal stages share theirs.
@@ -94,18 +97,18 @@ def make_stage_programs(
     split: the model.
     layout: how it is cut into buckets.
     shapes: what goes into each stage and comes out.
-    grad_dtype: dtype of gradients on the wire.
-    working_dtype: dtype of parameters on the device.
-    accumulate: the side that adds up micro-batches, as `Plan.accumulate`.
+    plan: how a step is carried out.
+    config: what is trained; gives the precision.
     placement: the mesh.
   """
+  grad_dtype = WireDtypes.of(plan, config).grad
   return tuple(
     _programs(
       StageSpec(
-        **_of_layout(split, layout, stage, accumulate),
+        **_of_layout(split, layout, stage, plan),
         reuses_dy=0 < stage < len(shapes) - 1 and x_and_y.x == x_and_y.y,
         grad_dtype=grad_dtype,
-        working_dtype=working_dtype,
+        working_dtype=config.working_dtype,
       ),
       placement,
     )
@@ -120,16 +123,17 @@ def _programs(spec: StageSpec, placement: Placement) -> StagePrograms:
 
 
 def _of_layout(
-  split: SplitModel, layout: Layout, stage: int, accumulate: str
+  split: SplitModel, layout: Layout, stage: int, plan: Plan
 ) -> dict[str, Any]:
-  """Returns the fields of a StageSpec that the model and its cuts decide."""
+  """Returns the fields of a StageSpec that depend on how the model is cut."""
   model = layout.model
   used = split.used[stage]
   borrowed = set(model.borrowed[stage])
   places = [i for i, leaf in enumerate(used) if model.leaves[leaf].trained]
   buckets = [bucket for bucket in layout.of_stage(stage) if bucket.trained]
   assert buckets == sorted(buckets, key=lambda bucket: bucket.on_device)
-  num_sent = sum(len(b.units) for b in buckets if not b.on_device)
+  num_on_host = sum(len(b.units) for b in buckets if not b.on_device)
+  transport = plan.transport(model.num_stages)
   position = Position.of(stage, model.num_stages)
   gathered = None
   if layout.num_shards > 1:
@@ -143,7 +147,9 @@ def _of_layout(
     trained=tuple(i for i in places if used[i] not in borrowed),
     tied=tuple(i for i in places if used[i] in borrowed),
     units=unit_specs([u for b in buckets for u in b.units], used),
-    num_sent=num_sent if accumulate == "host" else None,
+    num_sent=num_on_host if plan.accumulate == "host" else None,
+    transport=transport,
+    leaving=() if transport == "dma" else tuple(range(num_on_host)),
     ranks=Ranks(layout.num_shards),
     gathered=gathered,
   )
@@ -197,6 +203,7 @@ def run_backward(
   dy: jax.Array | Targets,
   tied: Mapping[int, Sequence[jax.Array]],
   partial: Sequence[jax.Array],
+  route: jax.Array | None,
 ) -> BackwardOut:
   """Runs a stage forward and backward; see StagePrograms.add."""
   targets = dy if isinstance(dy, Targets) else None
@@ -208,7 +215,7 @@ def run_backward(
     dy = (dy.scale * dy.loss_scale).astype(y.dtype)
   grads, *dx = pull(dy)
   return dataclasses.replace(
-    deliver(spec, last_micro, grads, tied, partial),
+    deliver(spec, last_micro, grads, tied, partial, route),
     dx=dx[0] if dx else None,
     loss=loss,
     other=() if loss is None else new_other,

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from sojax.models.loss import loss_function
 from sojax.programs.split_model import SplitModel
@@ -19,11 +20,14 @@ class StageShapes:
     x: the input.
     y: the output; of the last stage the loss.
     targets: shape of the tokens to predict.
+    backward_order: places of the parameters, in the order in which backward
+      finishes their gradients: it reaches last what forward uses first.
   """
 
   x: jax.ShapeDtypeStruct
   y: jax.ShapeDtypeStruct
   targets: tuple[int, int]
+  backward_order: tuple[int, ...]
 
 
 def trace_stages(
@@ -53,7 +57,7 @@ def trace_stages(
   for stage, name in enumerate(split.shape.stage_names):
     params = [leaves[leaf] for leaf in split.used[stage]]
     last = stage == split.shape.num_stages - 1
-    y = _trace(split, stage, params, x, batch_shape if last else None)
+    y, order = _trace(split, stage, params, x, batch_shape if last else None)
     if not isinstance(y, jax.ShapeDtypeStruct) or not jnp.issubdtype(
       y.dtype, jnp.floating
     ):
@@ -65,9 +69,21 @@ def trace_stages(
         f"the loss of stage {name!r} is {y.dtype} of shape {y.shape}; it must"
         " be a float32 scalar: the sum over positions of mask * loss"
       )
-    shapes.append(StageShapes(x, y, batch_shape))
+    shapes.append(StageShapes(x, y, batch_shape, order))
     x = y
   return tuple(shapes)
+
+
+def backward_order(
+  split: SplitModel, shapes: Sequence[StageShapes]
+) -> tuple[int, ...]:
+  """Returns all leaves; those of each stage as its backward finishes them."""
+  return tuple(
+    split.used[stage][place]
+    for stage, shape in enumerate(shapes)
+    for place in shape.backward_order
+    if split.used[stage][place] not in split.shape.borrowed[stage]
+  )
 
 
 def _trace(
@@ -76,7 +92,8 @@ def _trace(
   params: Sequence[Any],
   x: jax.ShapeDtypeStruct,
   targets_shape: tuple[int, int] | None,
-) -> Any:
+) -> tuple[Any, tuple[int, ...]]:
+  """Returns what the stage returns, and its `backward_order`."""
   name = split.shape.stage_names[stage]
   parts = split.parts[stage]
 
@@ -99,4 +116,16 @@ def _trace(
       jax.ShapeDtypeStruct(targets_shape, jnp.int32),
       jax.ShapeDtypeStruct(targets_shape, jnp.float32),
     )
-  return jax.eval_shape(run, params, split.other[stage], x, *targets)
+  traced, y = jax.make_jaxpr(run, return_shape=True)(
+    params, split.other[stage], x, *targets
+  )
+  first_use: dict[Any, int] = {}
+  for number, equation in enumerate(traced.jaxpr.eqns):
+    for operand in equation.invars:
+      if not isinstance(operand, core.Literal):
+        first_use.setdefault(operand, number)
+  names = traced.jaxpr.invars[: len(params)]
+  places = sorted(
+    range(len(params)), key=lambda place: -first_use.get(names[place], 0)
+  )
+  return y, tuple(places)

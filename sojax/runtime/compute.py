@@ -10,6 +10,7 @@ from sojax.programs.keep import KeepPrograms
 from sojax.programs.split_model import SplitModel
 from sojax.programs.stages import StagePrograms
 from sojax.runtime.executor import Wait
+from sojax.runtime.gradients_out import GradientsOut
 from sojax.runtime.step import MicroBatch, Step
 from sojax.runtime.weights_in import Weights
 
@@ -24,6 +25,7 @@ class Compute:
     programs: Sequence[StagePrograms],
     keep_programs: Mapping[int, KeepPrograms],
     weights: Weights,
+    gradients_out: GradientsOut,
   ):
     """Remembers what to dispatch.
 
@@ -33,12 +35,14 @@ class Compute:
       programs: the programs of each stage.
       keep_programs: those of the stages that keep their activations.
       weights: the working weights.
+      gradients_out: where the backwards' gradients go.
     """
     self._used = split.used
     self._layout = layout
     self._programs = programs
     self._keep_programs = keep_programs
     self._weights = weights
+    self._gradients_out = gradients_out
     self._last = len(programs) - 1
 
   def forward(self, task: Task, step: Step) -> Wait:
@@ -82,6 +86,7 @@ class Compute:
       dy,
       self._from_borrowers(stage, step),
       step.partial.pop(stage, ()),
+      self._gradients_out.operand(task),
     )
     step.grad = out.dx
     for place, grad in zip(spec.tied, out.tied, strict=True):
@@ -96,7 +101,8 @@ class Compute:
     units = iter(out.units)
     for bucket in self._layout.of_stage(stage):
       sent = spec.num_sent is not None and not bucket.on_device
-      if bucket.trained and (last_micro or sent):
+      returned = bucket.on_device or not spec.leaving
+      if bucket.trained and returned and (last_micro or sent):
         step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
     sumsq = out.sumsq
     return lambda: _wait(sumsq)

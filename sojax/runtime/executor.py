@@ -36,15 +36,27 @@ TIMELINE_STEPS = 64
 class Executor:
   """Runs steps of one graph, several in flight."""
 
-  def __init__(self, graph: StepGraph, actions: Mapping[TaskKind, Action]):
+  def __init__(
+    self,
+    graph: StepGraph,
+    actions: Mapping[TaskKind, Action],
+    *,
+    interrupt: Callable[[int], None] = lambda first_step: None,
+    reset: Callable[[], None] = lambda: None,
+  ):
     """Starts the threads.
 
     Args:
       graph: the step graph.
       actions: how to issue each kind of task.
+      interrupt: ends waits of the actions for what may never come, in steps
+        from this number on: one of them has failed. Called by any thread.
+      reset: takes interrupts back, once nothing of those steps runs any more.
     """
     self._graph = graph
     self._actions = actions
+    self._interrupt = interrupt
+    self._reset = reset
     self._caller_tasks: list[Task] = []
     self._host_tasks: list[Task] = []
     for task in graph.tasks:
@@ -114,6 +126,7 @@ class Executor:
     self.settle()
     good = [run for run in self._recent if run.failure is None]
     self._recent = collections.deque(good, maxlen=TIMELINE_STEPS)
+    self._reset()
 
   def settle(self) -> None:
     """Waits until no thread works on a step any more, failed or not."""
@@ -213,6 +226,8 @@ class Executor:
       runs = list(self._recent)
       for later in runs[runs.index(run) :]:
         later.fail(failure)
+    # After that: a wait that ends so is not what failed first.
+    self._interrupt(run.step.number)
 
 
 def _on_host_thread(graph: StepGraph, task: Task) -> bool:
