@@ -199,6 +199,7 @@ def run_tests(
   )
   shutil.copy2(_REPO / "pyproject.toml", tests)
   files = sorted(x.relative_to(tests) for x in tests.glob("tests/test_kernel*"))
+  files.append("tests/test_rollback.py")
   env = dict(os.environ, SITE=str(installed))
   for cpu in _CPUS:
     env["QEMU_CPU"] = cpu
