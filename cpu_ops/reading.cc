@@ -56,9 +56,9 @@ std::vector<SquaresSegment> ReadSquaresSegments(const py::iterable& items,
     const py::tuple fields = reader.NextSegment(item, 3);
     SquaresSegment segment{};
     segment.buffers.grad = reader.Grad(fields[0], "grad", &segment.grad_type);
-    reader.Require(fields[1], "sumsq_out");
-    segment.buffers.sumsq = reader.ChunkSums(fields[1], "sumsq_out");
-    segment.buffers.sum = reader.OptionalFloats(fields[2], "sum");
+    segment.buffers.sum = reader.OptionalFloats(fields[1], "sum");
+    reader.Require(fields[2], "sumsq_out");
+    segment.buffers.sumsq = reader.ChunkSums(fields[2], "sumsq_out");
     segment.num_elems = reader.num_elems();
     segments.push_back(segment);
   }

@@ -42,7 +42,7 @@ _ARGS = [
 ]
 _MACHINES = json.loads((_ROOT / "cpu_ops" / "isa_args.json").read_text())
 _ISA_ARGS = _MACHINES[platform.machine()]
-_ROLLBACK = ("tests/test_rollback.py",)
+_ROLLBACK = ("tests/test_rollback.py", "tests/test_record.py")
 _FUSED = ("tests/test_kernel_fused.py",)
 _QUEUE = ("tests/test_kernel_queue.py",)
 _FLAG = ""
@@ -245,11 +245,14 @@ class Build:
     )
 
   def save(self) -> None:
-    """Keeps the objects as they are."""
-    shutil.copytree(self._objects, self._saved)
+    """Keeps sources and objects as they are."""
+    shutil.copytree(self._sources, self._saved)
+    shutil.copytree(self._objects, self._saved, dirs_exist_ok=True)
 
-  def restore(self, sources) -> None:
-    """Brings the objects of sources back that were saved."""
+  def restore(self, file: str, sources) -> None:
+    """Brings a file back, and the objects of sources that were saved."""
+    if file != _FLAG:
+      shutil.copy(self._saved / file, self._sources)
     for name in sources:
       shutil.copy(self._saved / self._object(name).name, self._objects)
 
@@ -317,9 +320,7 @@ def is_caught(build: Build, mutation: Mutation) -> bool:
     print("   hangs")
     return True
   finally:
-    if mutation.file != _FLAG:
-      build.replace(mutation.file, mutation.new, mutation.old)
-    build.restore(sources)
+    build.restore(mutation.file, sources)
   # Below 0: ended by a signal.
   return result.returncode == 1 or result.returncode < 0
 

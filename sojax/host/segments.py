@@ -97,7 +97,7 @@ class NormSegment:
 
   def fields(self):
     """Returns the arrays in the order that the extension takes them in."""
-    return self.grad, self.sumsq_out, self.sum
+    return self.grad, self.sum, self.sumsq_out
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

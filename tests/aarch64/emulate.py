@@ -29,6 +29,12 @@ _PYPI_PACKAGES = ["hypothesis", "pybind11", "pytest", "setuptools", "wheel"]
 _PLATFORMS = ["manylinux_2_28_aarch64", "manylinux_2_27_aarch64"]
 _PLATFORMS += ["manylinux_2_17_aarch64", "manylinux2014_aarch64"]
 
+_TESTS = [
+  "tests/test_kernel*",
+  "tests/test_record.py",
+  "tests/test_rollback.py",
+]
+
 # Without SVE, then with each length that has an instance of the kernels. What
 # a CPU shares with the first is tested there.
 _CPUS = ["neoverse-n1", *(f"max,sve-max-vq={vq}" for vq in (1, 2, 4))]
@@ -198,8 +204,11 @@ def run_tests(
     ignore=shutil.ignore_patterns("__pycache__"),
   )
   shutil.copy2(_REPO / "pyproject.toml", tests)
-  files = sorted(x.relative_to(tests) for x in tests.glob("tests/test_kernel*"))
-  files.append("tests/test_rollback.py")
+  files = [
+    path.relative_to(tests)
+    for pattern in _TESTS
+    for path in sorted(tests.glob(pattern))
+  ]
   env = dict(os.environ, SITE=str(installed))
   for cpu in _CPUS:
     env["QEMU_CPU"] = cpu
