@@ -2,8 +2,8 @@
 // file that includes this is compiled with -msve-vector-bits. Only what the
 // first SVE has; SVE2 would save nothing here.
 //
-// Types of a fixed length may be members of a struct, and sixteen lanes fill
-// the four pipes of Neoverse V2 as well as the one of A64FX.
+// Types of a fixed length may be members of a struct. Sixteen lanes are a
+// register for each of the four pipes of Neoverse V2.
 #ifndef CPU_OPS_VEC_SVE_H_
 #define CPU_OPS_VEC_SVE_H_
 
