@@ -13,7 +13,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet \
 CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
   cpu_ops/tests/*.cc)
 
-.PHONY: train test test-slow test-all test-newest lint format bench install clean help
+# An aarch64 Python, unpacked for the emulator.
+AARCH64 := build/aarch64
+
+.PHONY: train test test-slow test-all test-newest test-isa test-aarch64 \
+  test-mutations lint format bench wheels install clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +25,10 @@ help:
 	@echo "make test      all fast tests"
 	@echo "make test-all  all tests"
 	@echo "make test-newest  all fast tests on Python 3.12 and the newest jax"
+	@echo "make test-isa  compare the kernels' bits between instruction sets"
+	@echo "make test-aarch64  build for aarch64, test the kernels in an emulator"
+	@echo "make wheels    build wheels for x86-64 and aarch64 into dist/"
+	@echo "make test-mutations  break the kernels and see the tests fail"
 	@echo "make lint      check format, style and types"
 	@echo "make format    put the sources into their format"
 	@echo "make bench     compare the step with plain jax + optax"
@@ -42,6 +50,20 @@ test-newest:
 	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-newest \
 	  CONSTRAINTS=constraints-newest.txt
 
+# Says which instruction sets it had to leave out.
+test-isa: install
+	$(BIN)/python cpu_ops/tests/compare_isas.py --build-dir=build/isa
+
+test-aarch64: install
+	$(BIN)/python tests/aarch64/emulate.py test --dir=$(AARCH64) --dist=dist
+
+test-mutations: install
+	$(BIN)/python -m tests.mutations
+
+wheels: install
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+	$(BIN)/python tests/aarch64/emulate.py wheel --dir=$(AARCH64) --dist=dist
+
 lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -61,7 +83,7 @@ install: $(VENV)/.installed
 # Build tools, and jax for its headers, come first and the build is not isolated
 # from them, so that constraints.txt pins them as well.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS) setup.py \
-    $(wildcard cpu_ops/*.h cpu_ops/*.cc)
+    $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/*.json)
 	$(PIP_INSTALL) setuptools wheel pybind11 jax
 	$(PIP_INSTALL) --no-build-isolation -e '.[dev]'
 	@touch $@

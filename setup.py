@@ -1,8 +1,9 @@
 """Builds the extension `sojax._cpu_ops` from cpu_ops/."""
 
+import json
 import os
 import pathlib
-import platform
+import sys
 import sysconfig
 
 import jax
@@ -14,6 +15,8 @@ _SOURCE_DIR = pathlib.Path("cpu_ops")
 _COMPILE_ARGS = [
   "-std=c++17",
   "-O3",
+  # Of so many inlined instances, debug information would be 50 MB.
+  "-g0",
   # Every product and sum is rounded where the source says so.
   "-ffp-contract=off",
   "-fno-math-errno",
@@ -23,12 +26,13 @@ _COMPILE_ARGS = [
   "-Wconversion",
   "-Werror",
 ]
-# Only these files may hold instructions that not every CPU has; dispatch.cc
-# decides at run time whether they are called. Off x86 they are not built.
-_X86_ARGS = {
-  "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-  "kernels_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-}
+# For each machine, the files with instructions that not every CPU of its kind
+# has, and their flags; dispatch.cc decides at run time whether they are called.
+_ISA_ARGS = json.loads((_SOURCE_DIR / "isa_args.json").read_text())
+# That of the Python which is built for, which may not be this machine's.
+_MACHINE = sysconfig.get_platform().rpartition("-")[2]
+if _MACHINE not in _ISA_ARGS:
+  sys.exit(f"sojax has kernels for {', '.join(_ISA_ARGS)}, not for {_MACHINE}")
 # Needs nothing of CUDA but its headers, and is left out where there are none.
 _CUDA_SOURCE = "gradient_out_cuda.cc"
 
@@ -44,8 +48,8 @@ def _cuda_include() -> pathlib.Path | None:
 
 
 def _sources(with_cuda: bool) -> list[str]:
-  is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-  left_out = set() if is_x86 else set(_X86_ARGS)
+  left_out = {name for machine in _ISA_ARGS.values() for name in machine}
+  left_out -= set(_ISA_ARGS[_MACHINE])
   if not with_cuda:
     left_out.add(_CUDA_SOURCE)
   return [
@@ -63,7 +67,7 @@ class BuildExt(build_ext):
     compile_file = self.compiler._compile
 
     def compile_with_isa(obj, src, ext, cc_args, extra_postargs, pp_opts):
-      isa_args = _X86_ARGS.get(pathlib.Path(src).name, [])
+      isa_args = _ISA_ARGS[_MACHINE].get(pathlib.Path(src).name, [])
       compile_file(
         obj, src, ext, cc_args, [*extra_postargs, *isa_args], pp_opts
       )
@@ -91,7 +95,11 @@ setup(
     Extension(
       "sojax._cpu_ops",
       sources=_sources(with_cuda=_CUDA is not None),
-      depends=[str(path) for path in sorted(_SOURCE_DIR.glob("*.h"))],
+      depends=[
+        str(path)
+        for pattern in ("*.h", "*.json")
+        for path in sorted(_SOURCE_DIR.glob(pattern))
+      ],
       define_macros=[("SOJAX_WITH_CUDA", "1")] if _CUDA is not None else [],
       extra_compile_args=[*_COMPILE_ARGS, *_system_include_args(_CUDA)],
       extra_link_args=["-pthread"],

@@ -3,153 +3,152 @@
 #ifndef CPU_OPS_ADAM_INL_H_
 #define CPU_OPS_ADAM_INL_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "accumulate.h"
 #include "adam.h"
 #include "elems-inl.h"
+#include "formulas-inl.h"
 #include "fp_mode.h"
+#include "prefetch-inl.h"
+#include "squares-inl.h"
 
 namespace sojax {
 namespace {
 
-// Elements between two rounds of prefetches: one cache line of bfloat16, two
-// of float.
-constexpr std::size_t kBlockElems = 32;
+// Weights are streamed: nobody reads them soon, and an ordinary store would
+// first fetch the line that it overwrites (5 % of the time on two Zen 5
+// cores). p, mu and nu are not: their lines have just been read.
+template <class V, class Weight>
+constexpr bool kStreamsWeights = Weight::kWrites && V::kStreams;
 
-// How far ahead of the loads to prefetch, into the second-level cache. Chosen
-// on two other AVX-512 cores. On two Zen 5 cores of a busy machine, with 32M
-// parameters, 4 KiB took 1.05 of its time on one core; no prefetch took 0.91 to
-// 1.02 and 1 KiB 0.87 to 1.30, too noisy to choose by. There, loops of the same
-// loads and stores with next to no arithmetic took 0.89 to 1.05 of it.
-constexpr std::size_t kPrefetchBytes = 2048;
+// Elements from `weight` to the next address where a vector can be streamed;
+// SIZE_MAX if there is none. Below V::kLanes otherwise.
+template <class V, class Weight>
+SOJAX_INLINE std::size_t ElemsToAlignment(const void* weight) {
+  constexpr std::size_t kElemBytes = sizeof(typename Weight::Elem);
+  const auto address = reinterpret_cast<std::uintptr_t>(weight);
+  if (address % kElemBytes != 0) return SIZE_MAX;
+  return (0 - address) % (V::kLanes * kElemBytes) / kElemBytes;
+}
 
-constexpr std::size_t kCacheLineBytes = 64;
+// Writes the weights from element i on; kStream: past the caches.
+template <class V, class Weight, bool kStream, class... Count>
+SOJAX_INLINE void StoreWeight(const AdamBuffers& b, std::size_t i,
+                              typename V::F p, Count... count) {
+  if constexpr (Weight::kWrites) {
+    auto* weight = static_cast<typename Weight::Elem*>(b.weight) + i;
+    if constexpr (kStream) {
+      Weight::template Stream<V>(weight, p);
+    } else {
+      Weight::template Store<V>(weight, p, count...);
+    }
+  }
+}
 
-template <class V, class Grad, class Weight>
+template <class V, class Grad, class Master, class Weight>
 class AdamStep {
  public:
   // An AdamStepFn.
   static void Run(const AdamParams& params, const AdamBuffers& buffers,
                   std::size_t n) {
     const ScopedDefaultFpMode fp_mode;
-    Update(params, buffers, n);
+    if (buffers.sumsq != nullptr) {
+      UpdateWithSquares(params, buffers, n);
+    } else {
+      Update(params, buffers, n);
+    }
   }
 
  private:
   using F = typename V::F;
-  using GradElem = typename Grad::Elem;
-  using WeightElem = typename Weight::Elem;
 
-  // The parameters in every lane.
-  struct Lanes {
-    F b1, b2, one_minus_b1, one_minus_b2, k, r, s, d, eps, grad_scale;
-  };
-
-  static SOJAX_INLINE Lanes Broadcast(const AdamParams& x) {
-    return {V::Set(x.b1),
-            V::Set(x.b2),
-            V::Set(x.one_minus_b1),
-            V::Set(x.one_minus_b2),
-            V::Set(x.k),
-            V::Set(x.r),
-            V::Set(x.s),
-            V::Set(x.d),
-            V::Set(x.eps),
-            V::Set(x.grad_scale)};
-  }
-
-  // Not inlined: see ScopedDefaultFpMode.
+  // Neither is inlined: see ScopedDefaultFpMode.
   static __attribute__((noinline)) void Update(const AdamParams& params,
-                                               const AdamBuffers& b,
+                                               const AdamBuffers& buffers,
                                                std::size_t n) {
-    const Lanes c = Broadcast(params);
-    if constexpr (Weight::kWrites && V::kStreams) {
-      const std::size_t head = ElemsToAlignment(b.weight);
+    const Formulas<V> formulas(params);
+    const AdamBuffers b = buffers;  // a copy stays in registers
+    NoSquares none;
+    if constexpr (kStreamsWeights<V, Weight>) {
+      const std::size_t head = ElemsToAlignment<V, Weight>(b.weight);
       if (head < n) {
-        if (head != 0) UpdateVector<false>(c, b, 0, head);
-        UpdateFrom<true>(c, b, head, n);
+        if (head != 0) UpdateVector<false>(formulas, b, none, 0, 0, head);
+        UpdateRange<true>(formulas, b, none, head, n);
         V::Fence();
         return;
       }
     }
-    UpdateFrom<false>(c, b, 0, n);
+    UpdateRange<false>(formulas, b, none, 0, n);
   }
 
-  // Weights are streamed: nobody reads them soon, and an ordinary store would
-  // first fetch the line that it overwrites (5 % of the time on two Zen 5
-  // cores). p, mu and nu are not: their lines have just been read.
-  //
-  // Elements from `weight` to the next address where a vector can be
-  // streamed; SIZE_MAX if there is none. Below V::kLanes otherwise.
-  static SOJAX_INLINE std::size_t ElemsToAlignment(const void* weight) {
-    constexpr std::size_t kVectorBytes = V::kLanes * sizeof(WeightElem);
-    const auto address = reinterpret_cast<std::uintptr_t>(weight);
-    if (address % sizeof(WeightElem) != 0) return SIZE_MAX;
-    return (0 - address) % kVectorBytes / sizeof(WeightElem);
+  // Here vectors start at multiples of their length from the start of a chunk.
+  static __attribute__((noinline)) void UpdateWithSquares(
+      const AdamParams& params, const AdamBuffers& buffers, std::size_t n) {
+    const Formulas<V> formulas(params);
+    const AdamBuffers b = buffers;
+    for (std::size_t chunk = 0; chunk < NumChunks(n); ++chunk) {
+      const std::size_t begin = chunk * kChunkElems;
+      const std::size_t end = std::min(n - begin, kChunkElems) + begin;
+      ChunkSquares<V> squares;
+      UpdateChunk(formulas, b, squares, begin, end);
+      squares.Store(b.sumsq + chunk);
+    }
+    if constexpr (V::kStreams) V::Fence();
   }
 
-  // Updates the elements i..n-1; kStream: the weights pass the caches.
-  template <bool kStream>
-  static SOJAX_INLINE void UpdateFrom(const Lanes& c, const AdamBuffers& b,
-                                      std::size_t i, std::size_t n) {
-    for (; i + kBlockElems <= n; i += kBlockElems) {
-      PrefetchBlock(b, i);
-      for (std::size_t j = 0; j < kBlockElems; j += V::kLanes) {
-        UpdateVector<kStream>(c, b, i + j);
+  static SOJAX_INLINE void UpdateChunk(const Formulas<V>& formulas,
+                                       const AdamBuffers& b,
+                                       ChunkSquares<V>& squares,
+                                       std::size_t begin, std::size_t end) {
+    if constexpr (kStreamsWeights<V, Weight>) {
+      if (ElemsToAlignment<V, Weight>(b.weight) == 0) {
+        UpdateRange<true>(formulas, b, squares, begin, end);
+        return;
       }
     }
-    for (; i + V::kLanes <= n; i += V::kLanes) {
-      UpdateVector<kStream>(c, b, i);
+    UpdateRange<false>(formulas, b, squares, begin, end);
+  }
+
+  // Updates the elements i..end-1; kStream: the weights pass the caches.
+  template <bool kStream, class Squares>
+  static SOJAX_INLINE void UpdateRange(const Formulas<V>& formulas,
+                                       const AdamBuffers& b, Squares& squares,
+                                       std::size_t i, std::size_t end) {
+    for (; i + kBlockElems <= end; i += kBlockElems) {
+      PrefetchStep<Grad, Master>(b, i);
+      for (std::size_t j = 0; j < kBlockElems / V::kLanes; ++j) {
+        UpdateVector<kStream>(formulas, b, squares, j, i + j * V::kLanes);
+      }
     }
-    if (i < n) UpdateVector<false>(c, b, i, n - i);
-  }
-
-  static SOJAX_INLINE void PrefetchBlock(const AdamBuffers& b, std::size_t i) {
-    Prefetch<sizeof(float)>(b.p, i);
-    Prefetch<sizeof(float)>(b.mu, i);
-    Prefetch<sizeof(float)>(b.nu, i);
-    Prefetch<sizeof(GradElem)>(b.grad, i);
-  }
-
-  // Prefetches the block kPrefetchBytes past element i. Past the end of the
-  // array this does nothing, but a pointer there may not be formed.
-  template <std::size_t kElemBytes>
-  static SOJAX_INLINE void Prefetch(const void* base, std::size_t i) {
-    const std::uintptr_t first =
-        reinterpret_cast<std::uintptr_t>(base) + i * kElemBytes;
-    for (std::size_t offset = 0; offset < kBlockElems * kElemBytes;
-         offset += kCacheLineBytes) {
-      __builtin_prefetch(
-          reinterpret_cast<const void*>(first + kPrefetchBytes + offset), 0, 2);
+    std::size_t j = 0;
+    for (; i + V::kLanes <= end; i += V::kLanes) {
+      UpdateVector<kStream>(formulas, b, squares, j++, i);
     }
+    if (i < end) UpdateVector<false>(formulas, b, squares, j, i, end - i);
   }
 
-  // Updates V::kLanes elements from i on, or `count` of them.
-  template <bool kStream, class... Count>
-  static SOJAX_INLINE void UpdateVector(const Lanes& c, const AdamBuffers& b,
-                                        std::size_t i, Count... count) {
-    const auto* grad = static_cast<const GradElem*>(b.grad) + i;
-    const F g = V::Mul(Grad::template Load<V>(grad, count...), c.grad_scale);
-    const F gm = V::Mul(c.one_minus_b1, g);
-    const F mu = V::Fma(V::Load(b.mu + i, count...), c.b1, gm);
-    const F gv = V::Mul(c.one_minus_b2, V::Mul(g, g));
-    const F nu = V::Fma(V::Load(b.nu + i, count...), c.b2, gv);
-    const F root = V::Sqrt(V::Add(nu, c.r));
-    const F u = V::Mul(V::Div(mu, V::Fma(root, c.k, c.eps)), c.s);
-    const F p_old = V::Load(b.p + i, count...);
-    const F p = V::Add(p_old, V::Fma(p_old, c.d, u));
+  // Updates V::kLanes elements from i on, or `count` of them. j counts vectors.
+  template <bool kStream, class Squares, class... Count>
+  static SOJAX_INLINE void UpdateVector(const Formulas<V>& formulas,
+                                        const AdamBuffers& b, Squares& squares,
+                                        std::size_t j, std::size_t i,
+                                        Count... count) {
+    const F grad = LoadGrad<V, Grad>(b.sum, b.grad, i, count...);
+    squares.Add(j, grad);
+    const F g = formulas.ScaledGrad(grad);
+    const F mu =
+        formulas.NewMu(V::Load(b.mu + i, count...), formulas.MuGain(g));
+    const F nu =
+        formulas.NewNu(V::Load(b.nu + i, count...), formulas.NuGain(g));
+    const F p = formulas.NewP(Master::template Load<V>(b, i, count...),
+                              formulas.Move(mu, nu));
     V::Store(b.mu + i, mu, count...);
     V::Store(b.nu + i, nu, count...);
-    V::Store(b.p + i, p, count...);
-    if constexpr (Weight::kWrites) {
-      auto* weight = static_cast<WeightElem*>(b.weight) + i;
-      if constexpr (kStream) {
-        Weight::template Stream<V>(weight, p);
-      } else {
-        Weight::template Store<V>(weight, p, count...);
-      }
-    }
+    Master::template Store<V>(b, i, p, count...);
+    StoreWeight<V, Weight, kStream>(b, i, p, count...);
   }
 };
 

@@ -2,16 +2,20 @@
 // before anything is changed and while the GIL is held.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "adam.h"
 #include "arguments.h"
 #include "dispatch.h"
-#include "fp_mode.h"
 #include "pool.h"
+#include "reading.h"
+#include "rollback.h"
 #include "sink_bindings.h"
 #include "update.h"
 
@@ -19,41 +23,6 @@ namespace py = pybind11;
 
 namespace sojax {
 namespace {
-
-std::vector<AdamSegment> ReadAdamSegments(const py::iterable& items,
-                                          ArrayReader& reader) {
-  std::vector<AdamSegment> segments;
-  for (const py::handle& item : items) {
-    const py::tuple fields = reader.NextSegment(item, 5);
-    AdamSegment segment{};
-    segment.buffers.p = reader.Floats(fields[0], "p_inout");
-    segment.buffers.mu = reader.Floats(fields[1], "mu_inout");
-    segment.buffers.nu = reader.Floats(fields[2], "nu_inout");
-    segment.buffers.grad = reader.Grad(fields[3], "grad", &segment.grad_type);
-    segment.buffers.weight =
-        reader.Weight(fields[4], "weight_out", &segment.weight_type);
-    segment.num_elems = reader.num_elems();
-    segments.push_back(segment);
-  }
-  reader.CheckOverlap();
-  return segments;
-}
-
-std::vector<AccumulateSegment> ReadAccumulateSegments(const py::iterable& items,
-                                                      ArrayReader& reader) {
-  std::vector<AccumulateSegment> segments;
-  for (const py::handle& item : items) {
-    const py::tuple fields = reader.NextSegment(item, 3);
-    AccumulateSegment segment{};
-    segment.buffers.sum = reader.Floats(fields[0], "sum_inout");
-    segment.buffers.grad = reader.Grad(fields[1], "grad", &segment.grad_type);
-    segment.buffers.sumsq = reader.ChunkSums(fields[2], "sumsq_out");
-    segment.num_elems = reader.num_elems();
-    segments.push_back(segment);
-  }
-  reader.CheckOverlap();
-  return segments;
-}
 
 const KernelTable& FindKernels(const std::string& isa) {
   std::string available;
@@ -66,90 +35,216 @@ const KernelTable& FindKernels(const std::string& isa) {
                         " it has " + available);
 }
 
-std::vector<std::string> AvailableIsas() {
-  std::vector<std::string> isas;
+// The names of the instruction sets and the sizes of their registers in bits.
+std::vector<std::pair<std::string, unsigned>> AvailableIsas() {
+  std::vector<std::pair<std::string, unsigned>> isas;
   for (const KernelTable* table : AvailableKernels()) {
-    isas.emplace_back(table->isa);
+    isas.emplace_back(table->isa, table->vector_bits);
   }
   return isas;
 }
 
-float Rounded(double x) { return static_cast<float>(x); }
+// A job and the arrays that it works on. The pool has it too until the job is
+// done, so that it may be dropped. Python objects: touched with the GIL only.
+struct Submitted {
+  std::shared_ptr<Job> job;
+  std::vector<py::array> arrays;
 
-// Takes doubles and rounds them here, since the caller may be in a mode where
-// a small one would be rounded to zero.
-AdamParams MakeParams(double b1, double b2, double one_minus_b1,
-                      double one_minus_b2, double k, double r, double s,
-                      double d, double eps, double grad_scale) {
-  const ScopedDefaultFpMode fp_mode;
-  float (*volatile round)(double) = &Rounded;  // not moved out of the scope
-  return {round(b1),
-          round(b2),
-          round(one_minus_b1),
-          round(one_minus_b2),
-          round(k),
-          round(r),
-          round(s),
-          round(d),
-          round(eps),
-          round(grad_scale)};
-}
+  void Wait() {
+    {
+      const py::gil_scoped_release release;
+      try {
+        job->Wait();
+      } catch (...) {
+        const py::gil_scoped_acquire acquire;
+        if (job->IsDone()) arrays.clear();
+        throw;
+      }
+    }
+    arrays.clear();
+  }
+};
 
-// A pool and the kernels that it runs.
+using SubmittedPtr = std::shared_ptr<Submitted>;
+
+// A pool and the kernels that it runs. Methods with the name of an operation
+// put it into the queue.
 class Kernels {
  public:
   Kernels(std::size_t num_threads, const std::string& isa,
           const std::vector<int>& cores)
-      : kernels_(FindKernels(isa)), pool_(num_threads, cores) {}
+      : kernels_(FindKernels(isa)),
+        process_(getpid()),
+        pool_(std::make_unique<Pool>(num_threads, cores)) {}
 
-  void AdamStep(const py::iterable& items, const AdamParams& params) {
-    ArrayReader reader;
-    const auto segments = ReadAdamSegments(items, reader);
-    const py::gil_scoped_release release;
-    AdamUpdate(pool_, kernels_, params, segments);
+  ~Kernels() {
+    if (getpid() != process_) {
+      // After a fork neither threads nor what they wait for can be destroyed.
+      pool_.release();
+      return;
+    }
+    Close();
   }
 
-  void Widen(const py::iterable& items) {
+  Kernels(const Kernels&) = delete;
+  Kernels& operator=(const Kernels&) = delete;
+
+  SubmittedPtr AdamStep(const py::iterable& items, const AdamParams& params) {
     ArrayReader reader;
-    const auto segments = ReadAccumulateSegments(items, reader);
-    const py::gil_scoped_release release;
-    sojax::Widen(pool_, kernels_, segments);
+    auto segments = ReadAdamSegments(items, reader);
+    return Submit(
+        reader, StepItems(kernels_, params, std::move(segments), NumThreads()));
   }
 
-  void Accumulate(const py::iterable& items) {
+  SubmittedPtr Record(const py::iterable& items, const AdamParams& params,
+                      const py::tuple& record_fields) {
     ArrayReader reader;
-    const auto segments = ReadAccumulateSegments(items, reader);
-    const py::gil_scoped_release release;
-    sojax::Accumulate(pool_, kernels_, segments);
+    auto segments = ReadAdamSegments(items, reader);
+    const auto record =
+        reader.ReadRecord(record_fields, true, Lengths(segments));
+    if (scratch_ == nullptr) {
+      scratch_ = std::make_shared<const Scratch>(NumThreads());
+    }
+    return Submit(reader, RecordItems(kernels_, params, std::move(segments),
+                                      record, scratch_));
   }
+
+  SubmittedPtr Finish(const py::iterable& items, const AdamParams& params,
+                      const py::tuple& record_fields) {
+    ArrayReader reader;
+    auto segments = ReadAdamSegments(items, reader);
+    const auto record =
+        reader.ReadRecord(record_fields, false, Lengths(segments));
+    return Submit(reader,
+                  FinishItems(kernels_, params, std::move(segments), record));
+  }
+
+  SubmittedPtr Undo(const py::iterable& items, const AdamParams& params,
+                    const py::tuple& record_fields) {
+    ArrayReader reader;
+    auto segments = ReadAdamSegments(items, reader);
+    const auto record =
+        reader.ReadRecord(record_fields, false, Lengths(segments));
+    return Submit(reader,
+                  UndoItems(kernels_, params, std::move(segments), record));
+  }
+
+  SubmittedPtr Redo(const py::iterable& items, const AdamParams& params,
+                    double new_grad_scale, const py::tuple& record_fields) {
+    ArrayReader reader;
+    auto segments = ReadAdamSegments(items, reader);
+    const auto record =
+        reader.ReadRecord(record_fields, false, Lengths(segments));
+    return Submit(reader,
+                  RedoItems(kernels_, params, RoundScalar(new_grad_scale),
+                            std::move(segments), record));
+  }
+
+  SubmittedPtr Widen(const py::iterable& items) {
+    ArrayReader reader;
+    auto segments = ReadAccumulateSegments(items, reader);
+    return Submit(reader,
+                  WidenItems(kernels_, std::move(segments), NumThreads()));
+  }
+
+  SubmittedPtr Accumulate(const py::iterable& items) {
+    ArrayReader reader;
+    auto segments = ReadAccumulateSegments(items, reader);
+    return Submit(reader,
+                  AccumulateItems(kernels_, std::move(segments), NumThreads()));
+  }
+
+  SubmittedPtr Squares(const py::iterable& items) {
+    ArrayReader reader;
+    auto segments = ReadSquaresSegments(items, reader);
+    return Submit(reader,
+                  SquaresItems(kernels_, std::move(segments), NumThreads()));
+  }
+
+  SubmittedPtr Narrow(const py::iterable& items) {
+    ArrayReader reader;
+    auto segments = ReadNarrowSegments(items, reader);
+    return Submit(reader,
+                  NarrowItems(kernels_, std::move(segments), NumThreads()));
+  }
+
+  void BindToCores(const std::vector<int>& cores) { pool_->BindToCores(cores); }
 
   void Close() {
-    const py::gil_scoped_release release;
-    pool_.Close();
+    {
+      const py::gil_scoped_release release;
+      pool_->Close();
+    }
+    in_flight_.clear();
   }
 
  private:
+  std::size_t NumThreads() const { return pool_->num_threads(); }
+
+  static std::vector<std::size_t> Lengths(
+      const std::vector<AdamSegment>& segments) {
+    std::vector<std::size_t> lengths;
+    for (const AdamSegment& segment : segments) {
+      lengths.push_back(segment.num_elems);
+    }
+    return lengths;
+  }
+
+  SubmittedPtr Submit(ArrayReader& reader, Items items) {
+    reader.CheckOverlap();
+    in_flight_.erase(
+        std::remove_if(in_flight_.begin(), in_flight_.end(),
+                       [](const SubmittedPtr& x) { return x->job->IsDone(); }),
+        in_flight_.end());
+    auto submitted = std::make_shared<Submitted>();
+    submitted->job = std::make_shared<Job>(
+        items.num_items, std::move(items.run), reader.Extents());
+    pool_->Submit(submitted->job);
+    submitted->arrays = reader.TakeArrays();
+    in_flight_.push_back(submitted);
+    return submitted;
+  }
+
   const KernelTable& kernels_;
-  Pool pool_;
+  const pid_t process_;
+  std::unique_ptr<Pool> pool_;
+  std::shared_ptr<const Scratch> scratch_;
+  std::vector<SubmittedPtr> in_flight_;
 };
 
 PYBIND11_MODULE(_cpu_ops, module) {
   module.doc() =
       "Kernels and gradient sinks; their public faces are in sojax.host.";
   module.attr("CHUNK_ELEMS") = kChunkElems;
+  module.attr("RECORD_CHUNK_ELEMS") = kRecordChunkElems;
+  module.attr("RECORD_GROUP_ELEMS") = kGroupElems;
   module.def("available_isas", &AvailableIsas);
   py::class_<AdamParams>(module, "AdamParams")
       .def(py::init(&MakeParams), py::kw_only(), py::arg("b1"), py::arg("b2"),
            py::arg("one_minus_b1"), py::arg("one_minus_b2"), py::arg("k"),
            py::arg("r"), py::arg("s"), py::arg("d"), py::arg("eps"),
            py::arg("grad_scale"));
+  py::class_<Submitted, SubmittedPtr>(module, "Submitted")
+      .def("wait", &Submitted::Wait)
+      .def("done", [](const Submitted& x) { return x.job->IsDone(); });
   py::class_<Kernels>(module, "Pool")
       .def(py::init<std::size_t, const std::string&, const std::vector<int>&>(),
            py::arg("num_threads"), py::arg("isa"), py::arg("cores"))
       .def("adamw_step", &Kernels::AdamStep, py::arg("segments"),
            py::arg("params"))
+      .def("record", &Kernels::Record, py::arg("segments"), py::arg("params"),
+           py::arg("record"))
+      .def("finish", &Kernels::Finish, py::arg("segments"), py::arg("params"),
+           py::arg("record"))
+      .def("undo", &Kernels::Undo, py::arg("segments"), py::arg("params"),
+           py::arg("record"))
+      .def("redo", &Kernels::Redo, py::arg("segments"), py::arg("params"),
+           py::arg("new_grad_scale"), py::arg("record"))
       .def("widen", &Kernels::Widen, py::arg("segments"))
       .def("accumulate", &Kernels::Accumulate, py::arg("segments"))
+      .def("squares", &Kernels::Squares, py::arg("segments"))
+      .def("narrow", &Kernels::Narrow, py::arg("segments"))
+      .def("bind_to_cores", &Kernels::BindToCores, py::arg("cores"))
       .def("close", &Kernels::Close);
   BindGradientSink(module);
 }

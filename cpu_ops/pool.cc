@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -32,16 +33,56 @@ void BindToCore(std::thread& thread, int core) {
 
 }  // namespace
 
+Job::Job(std::size_t num_items,
+         std::function<void(std::size_t, std::size_t)> run,
+         std::vector<Extent> extents)
+    : num_items_(num_items),
+      run_(std::move(run)),
+      extents_([&] {
+        SortExtents(extents);
+        return std::move(extents);
+      }()),
+      process_(getpid()) {}
+
+void Job::Wait() {
+  if (!done_ && getpid() != process_) {
+    throw std::logic_error(
+        "this job belongs to the parent process; its threads did not survive"
+        " the fork");
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  finished_.wait(lock, [this] { return done_.load(); });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Job::Work(std::size_t thread) {
+  try {
+    for (std::size_t i = next_item_++; i < num_items_; i = next_item_++) {
+      run_(i, thread);
+    }
+  } catch (...) {
+    next_item_ = num_items_;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = std::current_exception();
+  }
+}
+
+void Job::Finish() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  done_ = true;
+  // With the lock, since a waiter may destroy the job as soon as it has it.
+  finished_.notify_all();
+}
+
 Pool::Pool(std::size_t num_threads, const std::vector<int>& cores)
     : num_threads_(num_threads), process_(getpid()) {
-  if (!cores.empty() && cores.size() != num_threads) {
-    throw std::invalid_argument(std::to_string(cores.size()) + " cores for " +
-                                std::to_string(num_threads) +
-                                " threads: give one for each thread, or none");
-  }
+  if (!cores.empty()) CheckCores(cores);
   try {
     threads_.reserve(num_threads);
-    for (std::size_t i = 0; i < num_threads; ++i) Start(i, cores);
+    for (std::size_t i = 0; i < num_threads; ++i) {
+      Start(i);
+      if (!cores.empty()) BindToCore(threads_.back(), cores[i]);
+    }
   } catch (...) {
     Close();
     throw;
@@ -50,31 +91,55 @@ Pool::Pool(std::size_t num_threads, const std::vector<int>& cores)
 
 Pool::~Pool() { Close(); }
 
-void Pool::Start(std::size_t index, const std::vector<int>& cores) {
-  threads_.emplace_back(&Pool::Work, this, index);
-  std::thread& thread = threads_.back();
-  pthread_setname_np(thread.native_handle(),
-                     ("sojax-" + std::to_string(index)).c_str());
-  if (!cores.empty()) BindToCore(thread, cores[index]);
+void Pool::CheckCores(const std::vector<int>& cores) const {
+  if (cores.size() != num_threads_) {
+    throw std::invalid_argument(std::to_string(cores.size()) + " cores for " +
+                                std::to_string(num_threads_) +
+                                " threads: give one for each thread, or none");
+  }
 }
 
-void Pool::Run(const std::function<void(std::size_t)>& task) {
+void Pool::CheckProcess() const {
   if (getpid() != process_) {
     throw std::logic_error(
         "this pool belongs to the parent process; make a new one after fork");
   }
-  const std::lock_guard<std::mutex> turn(turn_);
-  std::unique_lock<std::mutex> lock(mutex_);
+}
+
+void Pool::Start(std::size_t index) {
+  threads_.emplace_back(&Pool::Work, this, index);
+  pthread_setname_np(threads_.back().native_handle(),
+                     ("sojax-" + std::to_string(index)).c_str());
+}
+
+void Pool::Submit(std::shared_ptr<Job> job) {
+  CheckProcess();
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (closing_) {
     throw std::invalid_argument("this pool is closed; make a new one");
   }
-  task_ = &task;
-  num_busy_ = num_threads_;
-  ++run_;
-  started_.notify_all();
-  finished_.wait(lock, [this] { return num_busy_ == 0; });
-  task_ = nullptr;
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  if (job->num_items_ == 0) {
+    job->Finish();
+    return;
+  }
+  job->waits_for_earlier_ = std::any_of(
+      queue_.begin(), queue_.end(), [&](const std::shared_ptr<Job>& earlier) {
+        return Conflict(earlier->extents_, job->extents_);
+      });
+  queue_.push_back(std::move(job));
+  changed_.notify_all();
+}
+
+void Pool::BindToCores(const std::vector<int>& cores) {
+  CheckProcess();
+  CheckCores(cores);
+  const std::lock_guard<std::mutex> close(close_);
+  if (threads_.empty()) {
+    throw std::invalid_argument("this pool is closed; make a new one");
+  }
+  for (std::size_t i = 0; i < num_threads_; ++i) {
+    BindToCore(threads_[i], cores[i]);
+  }
 }
 
 void Pool::Close() {
@@ -84,35 +149,48 @@ void Pool::Close() {
     new std::vector<std::thread>(std::move(threads_));
     return;
   }
-  const std::lock_guard<std::mutex> turn(turn_);
+  const std::lock_guard<std::mutex> close(close_);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
   }
-  started_.notify_all();
+  changed_.notify_all();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
 }
 
-void Pool::Work(std::size_t index) {
-  std::uint64_t last_run = 0;
+// Returns the first job that has items left, unless it, or one before it, has
+// to wait. A job that waits is first in the queue when all before it are done.
+Job* Pool::NextJob() {
+  for (const std::shared_ptr<Job>& job : queue_) {
+    if (job->waits_for_earlier_ && job != queue_.front()) return nullptr;
+    if (job->next_item_ < job->num_items_) return job.get();
+  }
+  return nullptr;
+}
+
+void Pool::Work(std::size_t thread) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    started_.wait(lock, [&] { return closing_ || run_ != last_run; });
-    if (closing_) return;
-    last_run = run_;
-    const auto& task = *task_;
-    std::exception_ptr error;
-    lock.unlock();
-    try {
-      task(index);
-    } catch (...) {
-      error = std::current_exception();
+    Job* job = NextJob();
+    if (job == nullptr) {
+      if (closing_ && queue_.empty()) return;
+      changed_.wait(lock);
+      continue;
     }
+    ++job->num_working_;
+    lock.unlock();
+    job->Work(thread);
     lock.lock();
-    if (error && !error_) error_ = error;
-    error = nullptr;
-    if (--num_busy_ == 0) finished_.notify_one();
+    if (--job->num_working_ != 0) continue;
+    // Nobody works on it, and no item is left.
+    const auto place = std::find_if(
+        queue_.begin(), queue_.end(),
+        [&](const std::shared_ptr<Job>& other) { return other.get() == job; });
+    const std::shared_ptr<Job> finished = std::move(*place);
+    queue_.erase(place);
+    finished->Finish();
+    changed_.notify_all();
   }
 }
 

@@ -1,7 +1,7 @@
 #include "update.h"
 
 #include <algorithm>
-#include <atomic>
+#include <utility>
 
 namespace sojax {
 namespace {
@@ -15,100 +15,93 @@ constexpr std::size_t kMinPieceElems = std::size_t{1} << 12;
 // A piece is a power of two in between, so that it has whole chunks.
 static_assert(kMinPieceElems % kChunkElems == 0);
 
-template <class Segment>
-struct Piece {
-  const Segment* segment;
-  std::size_t start;
-  std::size_t num_elems;
-};
-
-template <class Segment>
-std::vector<Piece<Segment>> CutIntoPieces(const std::vector<Segment>& segments,
-                                          std::size_t num_threads) {
+// Returns the items that call run(segment, piece) for all pieces.
+template <class Segment, class Function>
+Items ForEachPiece(std::vector<Segment> segments, std::size_t num_threads,
+                   Function run) {
   std::size_t total = 0;
   for (const Segment& segment : segments) total += segment.num_elems;
   // Powers of two keep the cuts on cache lines of an aligned array.
   std::size_t limit = kMaxPieceElems;
   while (limit > kMinPieceElems && limit * num_threads > total) limit /= 2;
-  std::vector<Piece<Segment>> pieces;
+  std::vector<Piece> pieces;
   pieces.reserve(segments.size() + total / limit);
-  for (const Segment& segment : segments) {
-    for (std::size_t i = 0; i < segment.num_elems; i += limit) {
-      pieces.push_back({&segment, i, std::min(limit, segment.num_elems - i)});
-    }
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    CutSegment(i, segments[i].num_elems, limit, pieces);
   }
-  return pieces;
+  const std::size_t num_items = pieces.size();
+  return {num_items,
+          [segments = std::move(segments), pieces = std::move(pieces),
+           run = std::move(run)](std::size_t item, std::size_t) {
+            run(segments[pieces[item].segment], pieces[item]);
+          }};
 }
 
-// Calls run(piece) for all pieces of the segments, on the threads of the pool.
-template <class Segment, class Function>
-void ForEachPiece(Pool& pool, const std::vector<Segment>& segments,
-                  const Function& run) {
-  const auto pieces = CutIntoPieces(segments, pool.num_threads());
-  if (pieces.empty()) return;
-  std::atomic<std::size_t> next{0};
-  pool.Run([&](std::size_t) {
-    for (std::size_t i = next++; i < pieces.size(); i = next++) run(pieces[i]);
-  });
-}
-
-const void* GradAt(const void* grad, GradType type, std::size_t i) {
-  const std::size_t elem_bytes = type == GradType::kFloat32 ? 4 : 2;
-  return static_cast<const char*>(grad) + i * elem_bytes;
-}
-
-void* WeightAt(void* weight, WeightType type, std::size_t i) {
-  if (type == WeightType::kNone) return weight;
-  const std::size_t elem_bytes = type == WeightType::kFloat32 ? 4 : 2;
-  return static_cast<char*>(weight) + i * elem_bytes;
-}
-
-void StepPiece(const KernelTable& kernels, const AdamParams& params,
-               const Piece<AdamSegment>& piece) {
-  const AdamSegment& segment = *piece.segment;
-  const AdamBuffers& all = segment.buffers;
-  const AdamBuffers buffers = {
-      all.p + piece.start, all.mu + piece.start, all.nu + piece.start,
-      GradAt(all.grad, segment.grad_type, piece.start),
-      WeightAt(all.weight, segment.weight_type, piece.start)};
-  kernels.adam_step[static_cast<std::size_t>(segment.grad_type)]
-                   [static_cast<std::size_t>(segment.weight_type)](
-                       params, buffers, piece.num_elems);
-}
-
-void AccumulatePiece(const AccumulateFn (&functions)[kNumGradTypes],
-                     const Piece<AccumulateSegment>& piece) {
-  const AccumulateSegment& segment = *piece.segment;
-  AccumulateBuffers buffers = segment.buffers;
-  buffers.sum += piece.start;
-  buffers.grad = GradAt(buffers.grad, segment.grad_type, piece.start);
-  if (buffers.sumsq != nullptr) buffers.sumsq += piece.start / kChunkElems;
-  functions[static_cast<std::size_t>(segment.grad_type)](buffers,
-                                                         piece.num_elems);
+Items SumItems(const AccumulateFn (&functions)[kNumGradTypes],
+               std::vector<AccumulateSegment> segments,
+               std::size_t num_threads) {
+  return ForEachPiece(
+      std::move(segments), num_threads,
+      [&functions](const AccumulateSegment& segment, const Piece& piece) {
+        AccumulateBuffers b = segment.buffers;
+        b.sum += piece.start;
+        b.grad = GradAt(b.grad, segment.grad_type, piece.start);
+        if (b.sumsq != nullptr) b.sumsq += piece.start / kChunkElems;
+        functions[static_cast<std::size_t>(segment.grad_type)](b,
+                                                               piece.num_elems);
+      });
 }
 
 }  // namespace
 
-void AdamUpdate(Pool& pool, const KernelTable& kernels,
-                const AdamParams& params,
-                const std::vector<AdamSegment>& segments) {
-  ForEachPiece(pool, segments, [&](const Piece<AdamSegment>& piece) {
-    StepPiece(kernels, params, piece);
-  });
+Items StepItems(const KernelTable& kernels, const AdamParams& params,
+                std::vector<AdamSegment> segments, std::size_t num_threads) {
+  return ForEachPiece(
+      std::move(segments), num_threads,
+      [&kernels, params](const AdamSegment& segment, const Piece& piece) {
+        kernels.layouts[segment.layout].step(
+            params, BuffersAt(segment, piece.start), piece.num_elems);
+      });
 }
 
-void Widen(Pool& pool, const KernelTable& kernels,
-           const std::vector<AccumulateSegment>& segments) {
-  ForEachPiece(pool, segments, [&](const Piece<AccumulateSegment>& piece) {
-    AccumulatePiece(kernels.widen, piece);
-  });
+Items WidenItems(const KernelTable& kernels,
+                 std::vector<AccumulateSegment> segments,
+                 std::size_t num_threads) {
+  return SumItems(kernels.widen, std::move(segments), num_threads);
 }
 
-void Accumulate(Pool& pool, const KernelTable& kernels,
-                const std::vector<AccumulateSegment>& segments) {
-  ForEachPiece(pool, segments, [&](const Piece<AccumulateSegment>& piece) {
-    AccumulatePiece(kernels.accumulate, piece);
-  });
+Items AccumulateItems(const KernelTable& kernels,
+                      std::vector<AccumulateSegment> segments,
+                      std::size_t num_threads) {
+  return SumItems(kernels.accumulate, std::move(segments), num_threads);
+}
+
+Items SquaresItems(const KernelTable& kernels,
+                   std::vector<SquaresSegment> segments,
+                   std::size_t num_threads) {
+  return ForEachPiece(
+      std::move(segments), num_threads,
+      [&kernels](const SquaresSegment& segment, const Piece& piece) {
+        SquaresBuffers b = segment.buffers;
+        if (b.sum != nullptr) b.sum += piece.start;
+        b.grad = GradAt(b.grad, segment.grad_type, piece.start);
+        b.sumsq += piece.start / kChunkElems;
+        kernels.squares[static_cast<std::size_t>(segment.grad_type)](
+            b, piece.num_elems);
+      });
+}
+
+Items NarrowItems(const KernelTable& kernels,
+                  std::vector<NarrowSegment> segments,
+                  std::size_t num_threads) {
+  return ForEachPiece(
+      std::move(segments), num_threads,
+      [&kernels](const NarrowSegment& segment, const Piece& piece) {
+        kernels.narrow[static_cast<std::size_t>(segment.weight_type)](
+            segment.p + piece.start,
+            WeightAt(segment.weight, segment.weight_type, piece.start),
+            piece.num_elems);
+      });
 }
 
 }  // namespace sojax

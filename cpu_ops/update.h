@@ -1,4 +1,5 @@
-// The kernels over many runs of parameters and all threads of a pool.
+// The kernels over many runs of parameters, cut into pieces for the threads of
+// a pool. No two runs may overlap.
 #ifndef CPU_OPS_UPDATE_H_
 #define CPU_OPS_UPDATE_H_
 
@@ -6,35 +7,25 @@
 #include <vector>
 
 #include "kernels.h"
-#include "pool.h"
+#include "segments.h"
 
 namespace sojax {
 
-// A run of parameters and the types of its buffers.
-struct AdamSegment {
-  AdamBuffers buffers;
-  std::size_t num_elems;
-  GradType grad_type;
-  WeightType weight_type;
-};
-
-// A run of gradients and their type.
-struct AccumulateSegment {
-  AccumulateBuffers buffers;
-  std::size_t num_elems;
-  GradType grad_type;
-};
-
-// Each of these goes through all the segments, cut into pieces that the
-// threads of the pool take in turn. It blocks until done. No two segments may
-// overlap.
-void AdamUpdate(Pool& pool, const KernelTable& kernels,
-                const AdamParams& params,
-                const std::vector<AdamSegment>& segments);
-void Widen(Pool& pool, const KernelTable& kernels,
-           const std::vector<AccumulateSegment>& segments);
-void Accumulate(Pool& pool, const KernelTable& kernels,
-                const std::vector<AccumulateSegment>& segments);
+// Each of these returns the items of a job that goes through all the segments,
+// with pieces for so many threads.
+Items StepItems(const KernelTable& kernels, const AdamParams& params,
+                std::vector<AdamSegment> segments, std::size_t num_threads);
+Items WidenItems(const KernelTable& kernels,
+                 std::vector<AccumulateSegment> segments,
+                 std::size_t num_threads);
+Items AccumulateItems(const KernelTable& kernels,
+                      std::vector<AccumulateSegment> segments,
+                      std::size_t num_threads);
+Items SquaresItems(const KernelTable& kernels,
+                   std::vector<SquaresSegment> segments,
+                   std::size_t num_threads);
+Items NarrowItems(const KernelTable& kernels,
+                  std::vector<NarrowSegment> segments, std::size_t num_threads);
 
 }  // namespace sojax
 

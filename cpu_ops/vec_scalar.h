@@ -15,15 +15,20 @@ struct Scalar {
   using F = float;
   using Halves = std::uint16_t;
   using Doubles = double;
+  using Ints = std::uint32_t;  // two's complement
+  using Mask = bool;
   static constexpr std::size_t kLanes = 1;
+  static constexpr unsigned kVectorBits = 32;
   static constexpr bool kStreams = false;
 
   static F Set(float x) { return x; }
   static F Add(F a, F b) { return a + b; }
+  static F Sub(F a, F b) { return a - b; }
   static F Mul(F a, F b) { return a * b; }
   static F Div(F a, F b) { return a / b; }
   static F Sqrt(F a) { return std::sqrt(a); }
   static F Fma(F a, F b, F c) { return std::fma(a, b, c); }
+  static F Below(F x, F limit) { return x < limit ? x : limit; }
 
   // memcpy, since an array may start at any byte.
   static F Load(const float* from) {
@@ -96,6 +101,53 @@ struct Scalar {
     return static_cast<Halves>(sign | half);
   }
 
+  static F QuietNan(F x) { return IsNan(Bits(x)) ? FromBits(0x7fc00000u) : x; }
+  static F JoinHalves(Halves high, Halves low) {
+    return FromBits((static_cast<std::uint32_t>(high) << 16) +
+                    SignExtend(low, 16));
+  }
+  static Halves HighHalves(F x) {
+    return static_cast<Halves>((Bits(x) + 0x8000u) >> 16);
+  }
+  static Halves LowHalves(F x) { return static_cast<Halves>(Bits(x)); }
+
+  static Ints Bits(F x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return bits;
+  }
+  static F FromBits(Ints bits) {
+    F x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+  }
+  static Ints AddInts(Ints a, Ints b) { return a + b; }
+  static Ints SubInts(Ints a, Ints b) { return a - b; }
+  static Mask IsBeyond(Ints x, int limit) {
+    const auto bound = static_cast<std::uint32_t>(limit);
+    return x + bound > 2 * bound;
+  }
+  static Mask IsEqual(Ints x, int value) {
+    return x == static_cast<std::uint32_t>(value);
+  }
+  static Mask Or(Mask a, Mask b) { return a || b; }
+  static bool Any(Mask x) { return x; }
+
+  static Ints LoadBytes(const std::int8_t* from) {
+    return static_cast<Ints>(*from);
+  }
+  static void StoreBytes(std::int8_t* to, Ints a, Ints b) {
+    to[0] = static_cast<std::int8_t>(a);
+    to[1] = static_cast<std::int8_t>(b);
+  }
+  template <std::size_t kHalf>
+  static Ints LoadNibbles(const std::uint8_t* from) {
+    return SignExtend(*from >> (4 * kHalf) & 15u, 4);
+  }
+  static void StoreNibbles(std::uint8_t* to, Ints a, Ints b) {
+    *to = static_cast<std::uint8_t>((a & 15u) | (b & 15u) << 4);
+  }
+
   static Doubles Zeros() { return 0; }
   // The square has 48 bits, so that adding it in a fused step, as the others
   // do, gives the same.
@@ -109,15 +161,10 @@ struct Scalar {
   // Between the exponents of one number as float and as float16.
   static constexpr std::uint32_t kBiasDifference = 127 - 15;
 
-  static std::uint32_t Bits(F x) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &x, sizeof(bits));
-    return bits;
-  }
-  static F FromBits(std::uint32_t bits) {
-    F x;
-    std::memcpy(&x, &bits, sizeof(x));
-    return x;
+  // Returns the two's complement of 32 bits of a number of fewer.
+  static std::uint32_t SignExtend(std::uint32_t x, unsigned num_bits) {
+    const std::uint32_t sign = 1u << (num_bits - 1);
+    return (x ^ sign) - sign;
   }
   static bool IsNan(std::uint32_t bits) {
     return (bits & 0x7fffffffu) > 0x7f800000u;

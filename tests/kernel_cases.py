@@ -3,6 +3,7 @@
 import ctypes
 import ctypes.util
 import dataclasses
+import itertools
 import platform
 
 import ml_dtypes
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from sojax.host import kernels
-from sojax.host.kernels import CHUNK_ELEMS, AccumulateSegment, Segment
+from sojax.host.kernels import CHUNK_ELEMS
+from sojax.host.segments import AccumulateSegment, Segment
 from sojax.plan.adamw import adam_scalars, adamw
 from sojax.reference.accumulate import (
   accumulate_float32,
@@ -21,13 +23,13 @@ from sojax.reference.adamw import (
   round_to_bfloat16,
   round_to_float16,
 )
+from sojax.reference.record import join_float32, quiet_nan, split_float32
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F16 = np.dtype(np.float16)
 F32 = np.dtype(np.float32)
 F64 = np.dtype(np.float64)
 GRAD_DTYPES = [F32, BF16, F16]
-WEIGHT_DTYPES = [None, F32, BF16, F16]
 ISAS = kernels.cpu_info().isas
 SCALARS = adam_scalars(
   adamw(3e-3, b1=0.9, b2=0.95, eps=1e-8, eps_root=1e-10, weight_decay=0.1),
@@ -39,10 +41,30 @@ SUM_METHODS = ["widen", "accumulate"]
 
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_grad = pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=str)
-every_weight = pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES, ids=str)
 
 
-_ROUND = {F32: np.copy, BF16: round_to_bfloat16, F16: round_to_float16}
+ROUND = {F32: np.copy, BF16: round_to_bfloat16, F16: round_to_float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """The types of a segment: what the kernels can be asked for."""
+
+  grad: np.dtype
+  weight: np.dtype | None = None
+  split: bool = False
+
+  def __str__(self):
+    return f"{self.grad}-{'split' if self.split else self.weight}"
+
+
+LAYOUTS = [
+  *(Layout(F32, weight) for weight in (None, F32, BF16, F16)),
+  *(Layout(BF16, weight) for weight in (None, F32, BF16)),
+  *(Layout(F16, weight) for weight in (None, F32, F16)),
+  *(Layout(grad, None, True) for grad in (F32, BF16)),
+]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
 @dataclasses.dataclass
@@ -53,39 +75,86 @@ class State:
   mu: np.ndarray
   nu: np.ndarray
   grad: np.ndarray
-  weight: np.ndarray | None
+  weight: np.ndarray | None = None
+  p_low: np.ndarray | None = None
+  sum: np.ndarray | None = None
+  sumsq: np.ndarray | None = None
 
   def segment(self):
-    return Segment(self.p, self.mu, self.nu, self.grad, self.weight)
+    return Segment(*(getattr(self, x.name) for x in dataclasses.fields(self)))
 
   def arrays(self):
-    arrays = (self.p, self.mu, self.nu, self.grad, self.weight)
+    arrays = (getattr(self, x.name) for x in dataclasses.fields(self))
     return [x for x in arrays if x is not None]
+
+  def map(self, function):
+    """Applies a function to each array."""
+    arrays = (getattr(self, x.name) for x in dataclasses.fields(self))
+    return State(*(None if x is None else function(x) for x in arrays))
+
+  def copy(self):
+    return self.map(np.copy)
+
+  def masters(self):
+    """p, mu and nu in float32."""
+    p = self.p if self.p_low is None else join_float32(self.p, self.p_low)
+    return p, self.mu, self.nu
+
+  def whole_grad(self):
+    """The gradient that a step sees, before grad_scale."""
+    with np.errstate(invalid="ignore"):
+      grad = self.grad.astype(F32)
+    return grad if self.sum is None else accumulate_float32(self.sum, grad)
 
   def twin(self, scalars=SCALARS, grad_scale=GRAD_SCALE):
     """The state after a step of the NumPy twin."""
-    p, mu, nu = adamw_float32(
-      self.p, self.mu, self.nu, self.grad, scalars, grad_scale
-    )
-    weight = self.weight
-    if weight is not None:
-      weight = _ROUND[weight.dtype](p)
-    return State(p, mu, nu, self.grad.copy(), weight)
+    grad = self.whole_grad()
+    p, mu, nu = adamw_float32(*self.masters(), grad, scalars, grad_scale)
+    after = self.copy()
+    after.p, after.mu, after.nu = p, mu, nu
+    if self.weight is not None:
+      after.weight = ROUND[self.weight.dtype](p)
+    if self.p_low is not None:
+      after.p, after.p_low = split_float32(quiet_nan(p))
+    if self.sumsq is not None:
+      after.sumsq = chunk_sums_of_squares(grad)
+    return after
 
-  def copy(self):
-    arrays = dataclasses.astuple(self)
-    return State(*(None if x is None else x.copy() for x in arrays))
 
-
-def random_state(n, grad_dtype=F32, weight_dtype=None, seed=0):
+def random_state(
+  n,
+  grad_dtype=F32,
+  weight_dtype=None,
+  seed=0,
+  *,
+  split=False,
+  with_sum=False,
+  with_squares=False,
+):
   rng = np.random.default_rng(seed)
-  return State(
+  state = State(
     p=rng.standard_normal(n, F32),
     mu=rng.standard_normal(n, F32) * F32.type(1e-2),
     nu=rng.standard_normal(n, F32) ** 2 * F32.type(1e-4),
     grad=rng.standard_normal(n, F32).astype(grad_dtype),
     weight=None if weight_dtype is None else np.zeros(n, weight_dtype),
+    sum=rng.standard_normal(n, F32) if with_sum else None,
+    sumsq=np.full(-(-n // CHUNK_ELEMS), -1.0) if with_squares else None,
   )
+  if split:
+    state.p, state.p_low = split_float32(state.p)
+  return state
+
+
+def state_of(layout, n, seed=0, **kwargs):
+  return random_state(
+    n, layout.grad, layout.weight, seed, split=layout.split, **kwargs
+  )
+
+
+def random_bits(rng, like):
+  """An array like another, of random bytes."""
+  return np.frombuffer(rng.bytes(like.nbytes), like.dtype).copy()
 
 
 @dataclasses.dataclass
@@ -153,7 +222,7 @@ def guarded_state(state, offsets_bytes):
   """Puts every array between sentinels; returns a check of all of them."""
   fields, checks = {}, []
   for field, offset in zip(
-    dataclasses.fields(state), offsets_bytes, strict=True
+    dataclasses.fields(state), itertools.cycle(offsets_bytes), strict=False
   ):
     values = getattr(state, field.name)
     if values is not None:
@@ -176,18 +245,21 @@ def assert_same_floats(actual, expected):
 
 
 def assert_same_state(actual, expected):
-  for name in ("p", "mu", "nu"):
-    assert_same_floats(getattr(actual, name), getattr(expected, name))
-  assert actual.grad.tobytes() == expected.grad.tobytes()
-  if expected.weight is None:
-    assert actual.weight is None
-  elif expected.weight.dtype in (BF16, F16):
-    assert actual.weight.dtype == expected.weight.dtype
-    np.testing.assert_array_equal(
-      actual.weight.view(np.uint16), expected.weight.view(np.uint16)
-    )
-  else:
-    assert_same_floats(actual.weight, expected.weight)
+  """Every bit of every array, except that a NaN equals any other."""
+  for field in dataclasses.fields(State):
+    x, y = (getattr(state, field.name) for state in (actual, expected))
+    if y is None:
+      assert x is None
+    elif field.name in ("p", "mu", "nu", "weight") and y.dtype == F32:
+      assert_same_floats(x, y)
+    elif field.name == "sumsq":
+      assert_same_floats(x, y)
+    else:
+      assert x.dtype == y.dtype
+      words = np.dtype(f"u{y.itemsize}")
+      np.testing.assert_array_equal(
+        x.view(words), y.view(words), err_msg=field.name
+      )
 
 
 def assert_same_sums(actual, expected):

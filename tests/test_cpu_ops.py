@@ -1,5 +1,6 @@
 """Builds and runs the C++ tests, plain and with sanitizers."""
 
+import json
 import pathlib
 import platform
 import subprocess
@@ -13,7 +14,6 @@ _CXX = (sysconfig.get_config_var("CXX") or "c++").split()[0]
 _ARGS = [
   "-std=c++17",
   "-O1",
-  "-g",
   "-pthread",
   "-ffp-contract=off",
   "-Wall",
@@ -23,15 +23,22 @@ _ARGS = [
   "-isystem",
   jax.ffi.include_dir(),
 ]
-_X86_ARGS = {
-  "kernels_avx2.cc": ["-mavx2", "-mfma", "-mf16c"],
-  "kernels_avx512.cc": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-}
-# What each test program is made of. The sink's is linked without Python: what
-# programs call takes no GIL.
-_PROGRAMS = {
-  "cpu_ops_test": ["dispatch.cc", "kernels_scalar.cc", "pool.cc", "update.cc"],
-  "gradient_sink_test": ["gradient_sink.cc", "gradient_out_cpu.cc"],
+_ISA_ARGS = json.loads((_CPU_OPS / "isa_args.json").read_text())
+_KERNELS = [
+  "dispatch.cc",
+  "extents.cc",
+  "kernels_scalar.cc",
+  "pool.cc",
+  "rollback.cc",
+  "segments.cc",
+  "update.cc",
+  *_ISA_ARGS[platform.machine()],
+]
+# What is built together, and the test programs made of it. The sink's is linked
+# without Python: what programs call takes no GIL.
+_GROUPS = {
+  "kernels": (_KERNELS, ["kernels_test", "pool_test"]),
+  "sink": (["gradient_sink.cc", "gradient_out_cpu.cc"], ["gradient_sink_test"]),
 }
 
 
@@ -66,20 +73,23 @@ def _has_sanitizer(args, directory):
     pytest.param("thread", marks=pytest.mark.slow),
   ],
 )
-@pytest.mark.parametrize("program", _PROGRAMS)
-def test_the_cpp_tests_pass(program, sanitizer, tmp_path):
+@pytest.mark.parametrize("group", _GROUPS)
+def test_the_cpp_tests_pass(group, sanitizer, tmp_path):
   args = list(_ARGS)
   if sanitizer != "none":
-    args += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    args += ["-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     if not _has_sanitizer(args, tmp_path):
       pytest.skip(f"{_CXX} has no -fsanitize={sanitizer} here")
-  names = [*_PROGRAMS[program], f"tests/{program}.cc"]
-  sources = dict.fromkeys(names, [])
-  if platform.machine() == "x86_64" and "dispatch.cc" in names:
-    sources |= _X86_ARGS
-  objects = []
-  for source, isa_args in sources.items():
-    objects.append(tmp_path / (pathlib.Path(source).stem + ".o"))
-    _run(_CXX, *args, *isa_args, "-c", _CPU_OPS / source, "-o", objects[-1])
-  _run(_CXX, *args, *objects, "-o", tmp_path / program)
-  _run(tmp_path / program)
+  sources, programs = _GROUPS[group]
+  objects = [_compile(source, args, tmp_path) for source in sources]
+  for program in programs:
+    main = _compile(f"tests/{program}.cc", args, tmp_path)
+    _run(_CXX, *args, *objects, main, "-o", tmp_path / program)
+    _run(tmp_path / program)
+
+
+def _compile(source, args, directory):
+  target = directory / (pathlib.Path(source).stem + ".o")
+  isa_args = _ISA_ARGS[platform.machine()].get(source, [])
+  _run(_CXX, *args, *isa_args, "-c", _CPU_OPS / source, "-o", target)
+  return target

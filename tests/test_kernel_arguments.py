@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sojax.host.kernels import CHUNK_ELEMS, Pool, Segment
+from sojax.host.kernels import CHUNK_ELEMS, Pool
+from sojax.host.operations import (
+  Accumulate,
+  AdamwStep,
+  Narrow,
+  Norm,
+  RecordStep,
+  Widen,
+)
+from sojax.host.record import new_record
+from sojax.host.segments import NarrowSegment, NormSegment, Segment
 from sojax.plan.adamw import AdamScalars
 from tests.kernel_cases import (
   BF16,
@@ -31,29 +41,79 @@ from tests.kernel_cases import (
 
 _STEP_FIELDS = ("p_inout", "mu_inout", "nu_inout", "grad", "weight_out")
 _SUM_FIELDS = ("sum_inout", "grad", "sumsq_out")
+_SPLIT_FIELDS = (
+  *("p_inout", "p_low_inout", "mu_inout", "nu_inout"),
+  *("grad", "sum", "sumsq_out"),
+)
 _FIELDS = {
   "adamw_step": _STEP_FIELDS,
+  "record": _SPLIT_FIELDS,
   "widen": _SUM_FIELDS,
   "accumulate": _SUM_FIELDS,
+  "norm": ("grad", "sum", "sumsq_out"),
+  "narrow": ("p", "weight_out"),
 }
 _KERNEL_FIELDS = [
   (x, field) for x, fields in _FIELDS.items() for field in fields
 ]
 # Others are float32.
-_DTYPES = {"grad": GRAD_DTYPES, "weight_out": GRAD_DTYPES, "sumsq_out": [F64]}
+_DTYPES = {
+  "grad": GRAD_DTYPES,
+  "weight_out": GRAD_DTYPES,
+  "sumsq_out": [F64],
+  "p_low_inout": [np.int16],
+  ("record", "p_inout"): [BF16],
+}
+_READ_ONLY = ("grad", "sum", "p")
 
 
-def state_for(kernel, n, seed=0):
+def dtypes_of(kernel, field):
+  """The names of the dtypes that are no fault."""
+  dtypes = _DTYPES.get((kernel, field), _DTYPES.get(field, [F32]))
+  return [np.dtype(x).name for x in dtypes]
+
+
+def segment_for(kernel, n, seed=0):
   if kernel == "adamw_step":
-    return random_state(n, F32, F32, seed)
-  return random_sums(n, F32, True, seed)
+    return random_state(n, F32, F32, seed).segment()
+  if kernel == "record":
+    return random_state(
+      n, F32, None, seed, split=True, with_sum=True, with_squares=True
+    ).segment()
+  sums = random_sums(n, F32, True, seed)
+  if kernel == "norm":
+    return NormSegment(sums.grad, sums.sumsq, sums.total)
+  if kernel == "narrow":
+    return NarrowSegment(sums.grad, sums.total)
+  return sums.segment()
+
+
+@dataclasses.dataclass
+class Arrays:
+  """What must not change when a call is refused."""
+
+  segment: object
+
+  def arrays(self):
+    return [x for x in self.segment.fields() if x is not None]
 
 
 def call(pool, kernel, segments):
+  pool.submit(operation_on(kernel, segments)).wait()
+
+
+def operation_on(kernel, segments):
   if kernel == "adamw_step":
-    pool.adamw_step(segments, SCALARS, GRAD_SCALE)
-  else:
-    getattr(pool, kernel)(segments)
+    return AdamwStep(segments, SCALARS, GRAD_SCALE)
+  if kernel == "record":
+    record = new_record([np.size(x.p_inout) for x in segments])
+    return RecordStep(segments, SCALARS, GRAD_SCALE, record)
+  return {
+    "widen": Widen,
+    "accumulate": Accumulate,
+    "norm": Norm,
+    "narrow": Narrow,
+  }[kernel](segments)
 
 
 def strided(array):
@@ -77,8 +137,9 @@ FAULTS = {
   "float16": (lambda x: x.astype(F16), ValueError, "dtype float16"),
   "bfloat16": (lambda x: x.astype(BF16), ValueError, "dtype bfloat16"),
   "int32": (lambda x: x.astype(np.int32), ValueError, "dtype int32"),
+  "uint16": (lambda x: x.astype(np.uint16), ValueError, "dtype uint16"),
   "bytes": (lambda x: x.view("V2"), ValueError, ""),
-  "swapped": (byte_swapped, ValueError, "dtype >f"),
+  "swapped": (byte_swapped, ValueError, "dtype >"),
   "strided": (strided, ValueError, "stride"),
   "reversed": (lambda x: x[::-1], ValueError, "stride"),
   "2-D": (lambda x: x.reshape(1, -1), ValueError, "dimensions"),
@@ -93,7 +154,7 @@ FAULTS = {
 _CASES = [
   (kernel, field, fault)
   for (kernel, field), fault in itertools.product(_KERNEL_FIELDS, FAULTS)
-  if fault not in map(str, _DTYPES.get(field, [F32]))
+  if fault not in dtypes_of(kernel, field)
 ]
 
 
@@ -112,8 +173,8 @@ def pool():
 )
 def test_a_faulty_array_is_an_error_that_names_it(pool, case, index, n):
   kernel, field, fault = case
-  states = [state_for(kernel, n, seed=i) for i in range(3)]
-  segments = [state.segment() for state in states]
+  segments = [segment_for(kernel, n, seed=i) for i in range(3)]
+  states = [Arrays(x) for x in segments]
   change, error, word = FAULTS[fault]
   faulty = change(getattr(segments[index], field))
   segments[index] = dataclasses.replace(segments[index], **{field: faulty})
@@ -125,16 +186,16 @@ def test_a_faulty_array_is_an_error_that_names_it(pool, case, index, n):
 
 
 @pytest.mark.parametrize("kernel, field", _KERNEL_FIELDS)
-def test_only_the_gradient_may_be_read_only(pool, kernel, field):
-  state = state_for(kernel, 9)
-  changed = {field: read_only(getattr(state.segment(), field))}
-  segments = [dataclasses.replace(state.segment(), **changed)]
-  if field == "grad":
+def test_only_what_is_not_written_may_be_read_only(pool, kernel, field):
+  segment = segment_for(kernel, 9)
+  changed = {field: read_only(getattr(segment, field))}
+  segments = [dataclasses.replace(segment, **changed)]
+  if field in _READ_ONLY:
     call(pool, kernel, segments)
     return
   match = f"{field} is read-only"
   assert_refused(
-    lambda: call(pool, kernel, segments), [state], ValueError, match
+    lambda: call(pool, kernel, segments), [Arrays(segment)], ValueError, match
   )
 
 

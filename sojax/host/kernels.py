@@ -1,13 +1,18 @@
-"""The Python face of the hand-vectorised kernels of the host CPU."""
+"""The threads that run the hand-vectorised kernels of the host CPU."""
 
 import dataclasses
 import operator
 import os
 from collections.abc import Sequence
 
-import numpy as np
-
 from sojax import _cpu_ops
+from sojax.host.operations import (
+  Accumulate,
+  AdamwStep,
+  Operation,
+  Widen,
+)
+from sojax.host.segments import AccumulateSegment, Segment
 from sojax.plan.adamw import AdamScalars
 from sojax.plan.buckets import CHUNK_ELEMS
 
@@ -23,13 +28,16 @@ class CpuInfo:
   """What the kernels found on this machine.
 
   Attributes:
-    isas: the instruction sets that can be asked for, best first.
+    isas: the instruction sets that can be asked for, best first: out of
+      "avx512", "avx2", "sve", "neon" and "scalar".
     isa: the one that is taken when none is asked for.
+    vector_bits: the size of its registers; of "sve" another on each CPU.
     cores: number of cores that this process may run on.
   """
 
   isas: tuple[str, ...]
   isa: str
+  vector_bits: int
   cores: int
 
 
@@ -39,63 +47,55 @@ def cpu_info() -> CpuInfo:
   >>> cpu_info().isas[-1]
   'scalar'
   """
-  isas = tuple(_cpu_ops.available_isas())
-  return CpuInfo(isas=isas, isa=isas[0], cores=len(os.sched_getaffinity(0)))
+  isas, vector_bits = zip(*_cpu_ops.available_isas(), strict=True)
+  return CpuInfo(
+    isas=isas,
+    isa=isas[0],
+    vector_bits=vector_bits[0],
+    cores=len(os.sched_getaffinity(0)),
+  )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-  """The arrays of one flat run of parameters, all of the same length.
+class Completion:
+  """A submitted operation, to be waited for.
 
-  Each is one-dimensional and contiguous, and may start at any byte. Those
-  that are written must not overlap any other. The segment does not own them.
-
-  Attributes:
-    p_inout: master weights, float32.
-    mu_inout: first moments, float32.
-    nu_inout: second moments, float32.
-    grad: gradients, float32, float16 or ml_dtypes.bfloat16.
-    weight_out: None, or where the new weights are also written: float32,
-      bfloat16 (nearest to the master, ties away from zero; NaN is 0x7fc0) or
-      float16 (nearest, ties to even; past the largest infinite; NaN is 0x7e00).
+  It may be dropped: the operation is done all the same. Its arrays are let go
+  when somebody has waited for it, else when the pool is next used after its
+  end.
   """
 
-  p_inout: np.ndarray
-  mu_inout: np.ndarray
-  nu_inout: np.ndarray
-  grad: np.ndarray
-  weight_out: np.ndarray | None = None
+  def __init__(self, submitted: _cpu_ops.Submitted):
+    self._submitted = submitted
 
+  def done(self) -> bool:
+    """Returns whether the operation has ended, also by failing."""
+    return self._submitted.done()
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class AccumulateSegment:
-  """The arrays of one flat run of gradients that are added up.
+  def wait(self) -> None:
+    """Returns when the operation has ended; sleeps without the GIL.
 
-  Each is one-dimensional and contiguous, and may start at any byte. Those
-  that are written must not overlap any other. The segment does not own them.
+    Any thread may wait, also several, and after the pool was closed.
 
-  Attributes:
-    sum_inout: the sums, float32 [n].
-    grad: what is added, float32, float16 or ml_dtypes.bfloat16 [n].
-    sumsq_out: None, or where the sums of squares of the new sums are written,
-      float64 [ceil(n / CHUNK_ELEMS)]: one for each CHUNK_ELEMS elements,
-      counted from the start of the segment; the last chunk may be short.
-  """
-
-  sum_inout: np.ndarray
-  grad: np.ndarray
-  sumsq_out: np.ndarray | None = None
+    Raises:
+      RuntimeError: if it failed, or was submitted before a fork.
+      MemoryError: if it failed for want of memory.
+    """
+    self._submitted.wait()
 
 
 class Pool:
   """Persistent threads that run the kernels, without the GIL.
 
-  Several pools can work at the same time. One pool does one call at a time:
-  those from several threads take turns.
+  Operations (`sojax.host.operations`) are started in the order of their
+  submission. Threads that find no more to do in one go on to the next, unless
+  it writes an array that an earlier one reads or writes, or reads one that
+  an earlier one writes: then it starts when that one has ended. So the result
+  is that of one operation after the other. Several pools can work at the same
+  time, and know nothing of each other.
 
   Attributes:
     num_threads: number of threads.
-    isa: the instruction set in use: "avx512", "avx2" or "scalar".
+    isa: the instruction set in use, one of `cpu_info().isas`.
     cores: the core of each thread, or None if they are not bound.
 
   >>> with Pool(2, isa="scalar") as pool:
@@ -140,74 +140,86 @@ class Pool:
       _check_cores(self.cores, self.num_threads)
     self._pool = _cpu_ops.Pool(self.num_threads, self.isa, self.cores or ())
 
+  def bind_to_cores(self, cores: Sequence[int]) -> None:
+    """Binds the threads to other cores, at once.
+
+    Args:
+      cores: as the constructor takes them.
+
+    Raises:
+      ValueError: as the constructor does, or if the pool is closed.
+    """
+    cores = tuple(map(operator.index, cores))
+    _check_cores(cores, self.num_threads)
+    self._pool.bind_to_cores(cores)
+    self.cores = cores
+
+  def submit(self, operation: Operation) -> Completion:
+    """Puts an operation into the queue, and does not wait for it.
+
+    Its arrays must not be touched until it has ended; reading those that it
+    only reads is fine. They are kept alive until then.
+
+    Args:
+      operation: one of `sojax.host.operations`.
+
+    Returns:
+      What can be waited for.
+
+    Raises:
+      TypeError: if a field of a segment is not a NumPy array.
+      ValueError: if an array has a wrong dtype, shape or length, is strided,
+        read-only where it is written, or overlaps one that is written; if a
+        record does not fit to the operation; or if the pool is closed. Nothing
+        is changed then.
+    """
+    return Completion(operation.submit_to(self._pool))
+
   def adamw_step(
     self,
     segments: Sequence[Segment],
     scalars: AdamScalars,
     grad_scale: float,
   ) -> None:
-    """Updates all the segments in one pass; returns when it is done.
-
-    The bits of the result do not depend on the threads, the instruction set,
-    the alignment, or on how parameters are divided into segments.
+    """Submits an `AdamwStep` and waits for it.
 
     Args:
-      segments: the parameters. Segments of length zero are fine.
+      segments: the parameters.
       scalars: the scalars of this step (see `sojax.plan.adamw`).
       grad_scale: multiplies every gradient first; rounded to float32.
 
     Raises:
-      TypeError: if a field of a segment is not a NumPy array.
-      ValueError: if an array has a wrong dtype, shape or length, is strided,
-        read-only where it is written, or overlaps one that is written; or if
-        the pool is closed. Nothing is changed then.
+      TypeError: as in `submit`.
+      ValueError: as in `submit`.
     """
-    params = _cpu_ops.AdamParams(
-      **dataclasses.asdict(scalars), grad_scale=float(grad_scale)
-    )
-    self._pool.adamw_step(
-      [
-        (x.p_inout, x.mu_inout, x.nu_inout, x.grad, x.weight_out)
-        for x in segments
-      ],
-      params,
-    )
+    self.submit(AdamwStep(segments, scalars, grad_scale)).wait()
 
   def widen(self, segments: Sequence[AccumulateSegment]) -> None:
-    """Sets each sum to its gradient, exactly; returns when it is done.
-
-    This starts a sum: whatever `sum_inout` held is overwritten.
+    """Submits a `Widen` and waits for it.
 
     Args:
-      segments: the gradients. Segments of length zero are fine.
+      segments: the sums and gradients.
 
     Raises:
-      TypeError: as in `accumulate`.
-      ValueError: as in `accumulate`.
+      TypeError: as in `submit`.
+      ValueError: as in `submit`.
     """
-    self._pool.widen(_accumulate_fields(segments))
+    self.submit(Widen(segments)).wait()
 
   def accumulate(self, segments: Sequence[AccumulateSegment]) -> None:
-    """Adds each gradient to its sum, in float32; returns when it is done.
-
-    The bits of the sums and of their squares do not depend on the threads, the
-    instruction set or the alignment; nor on how gradients are divided into
-    segments, if a segment with `sumsq_out` starts at a multiple of CHUNK_ELEMS.
-    A sum that is not finite makes the sum of squares of its chunk not finite.
+    """Submits an `Accumulate` and waits for it.
 
     Args:
-      segments: the sums and gradients. Segments of length zero are fine.
+      segments: the sums and gradients.
 
     Raises:
-      TypeError: if a field of a segment is not a NumPy array.
-      ValueError: if an array has a wrong dtype, shape or length, is strided,
-        read-only where it is written, or overlaps one that is written; or if
-        the pool is closed. Nothing is changed then.
+      TypeError: as in `submit`.
+      ValueError: as in `submit`.
     """
-    self._pool.accumulate(_accumulate_fields(segments))
+    self.submit(Accumulate(segments)).wait()
 
   def close(self) -> None:
-    """Ends the threads, after the call in progress; may be called again."""
+    """Ends the threads, after all that was submitted; may be called again."""
     self._pool.close()
 
   def __enter__(self) -> "Pool":
@@ -215,10 +227,6 @@ class Pool:
 
   def __exit__(self, *exc_info) -> None:
     self.close()
-
-
-def _accumulate_fields(segments: Sequence[AccumulateSegment]):
-  return [(x.sum_inout, x.grad, x.sumsq_out) for x in segments]
 
 
 def _check_cores(cores: tuple[int, ...], num_threads: int) -> None:

@@ -91,10 +91,28 @@ def adamw_float32(
     g = grad.astype(np.float32) * np.float32(grad_scale)
     mu = fma_float32(mu, c["b1"], c["one_minus_b1"] * g)
     nu = fma_float32(nu, c["b2"], c["one_minus_b2"] * (g * g))
-    root = np.sqrt(nu + c["r"])
-    u = mu / fma_float32(root, c["k"], c["eps"]) * c["s"]
-    p = p + fma_float32(p, c["d"], u)
+    p = p + fma_float32(p, c["d"], move_float32(mu, nu, scalars))
   return p, mu, nu
+
+
+def move_float32(
+  mu: np.ndarray, nu: np.ndarray, scalars: AdamScalars
+) -> np.ndarray:
+  """Returns how far new moments move the parameters, before decay.
+
+  Args:
+    mu: first moments after the step, float32, any shape.
+    nu: second moments after the step, float32.
+    scalars: the scalars of the step.
+
+  Returns:
+    U of docs/design.md (Numerics 1), float32.
+  """
+  k, r, s, eps = (
+    np.float32(getattr(scalars, name)) for name in ("k", "r", "s", "eps")
+  )
+  with np.errstate(all="ignore"):
+    return mu / fma_float32(np.sqrt(nu + r), k, eps) * s
 
 
 def fma_float32(
