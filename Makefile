@@ -11,9 +11,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet \
   --disable-pip-version-check -c $(CONSTRAINTS)
 
 CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
-  cpu_ops/tests/*.cc)
+  cpu_ops/tests/*.cc experiments/adam/*.cc)
 
-.PHONY: train test test-slow test-all test-newest test-mutations lint format bench install clean help
+.PHONY: train test test-slow test-all test-newest test-mutations lint format bench bench-adam install clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lint      check format, style and types"
 	@echo "make format    put the sources into their format"
 	@echo "make bench     compare the step with plain jax + optax"
+	@echo "make bench-adam  compare the host's AdamW with others"
 	@echo "make clean     remove what was built (not the runs)"
 
 train: install
@@ -60,7 +61,16 @@ format: install
 bench: install
 	$(BIN)/python -m experiments.overhead --json=runs/overhead.json
 
+# torch and DeepSpeed, which sojax does not need, get a venv beside $(VENV).
+bench-adam:
+	$(MAKE) VENV=.venv-bench .venv-bench/.peers
+	.venv-bench/bin/python -m experiments.adam_bench --json=runs/adam.json
+
 install: $(VENV)/.installed
+
+$(VENV)/.peers: $(VENV)/.installed constraints-bench.txt
+	$(PIP_INSTALL) -c constraints-bench.txt torch deepspeed ninja
+	@touch $@
 
 # Build tools come first and the build is not isolated from them, so that
 # constraints.txt pins them as well.
@@ -80,6 +90,6 @@ $(VENV)/.created:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist *.egg-info sojax/*.so .pytest_cache \
+	rm -rf $(VENV) .venv-newest .venv-bench build dist *.egg-info sojax/*.so .pytest_cache \
 	  .ruff_cache .hypothesis
 	find sojax experiments tests -name __pycache__ -exec rm -rf {} +
