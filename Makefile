@@ -90,6 +90,6 @@ $(VENV)/.created:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-bench build dist *.egg-info sojax/*.so .pytest_cache \
-	  .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-bench build dist *.egg-info sojax/*.so \
+	  .pytest_cache .ruff_cache .hypothesis
 	find sojax experiments tests -name __pycache__ -exec rm -rf {} +

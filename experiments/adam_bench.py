@@ -10,7 +10,7 @@ Command:
 Hardware:
   Any CPU, otherwise idle; 6 GiB of memory for 128M parameters.
 Expected time:
-  A quarter of an hour on two cores, and two minutes more the first time, when
+  About ten minutes on two cores, and two minutes more the first time, when
   DeepSpeed's kernel is compiled.
 Expected result:
   Each of `ratios` within the bound of `_BOUNDS`.
