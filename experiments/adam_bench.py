@@ -40,10 +40,8 @@ comparison, the less favourable of the settings in which it was made.
     one that writes weights apart (copy).
 """
 
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
@@ -64,9 +62,9 @@ from experiments.adam.pairing import (
 from experiments.adam.settings import SETTINGS, Setting
 from experiments.adam.stream import Stream
 from experiments.provenance import provenance
+from experiments.results import write_result
 from sojax.host.kernels import Pool
 
-_JSON = flags.DEFINE_string("json", None, "File to write.")
 _PARAMS = flags.DEFINE_integer("params", 1 << 27, "Parameters.", 1)
 _PAIRS = flags.DEFINE_integer("pairs", 30, "Pairs of each comparison.", 1)
 _PEERS = flags.DEFINE_bool("peers", True, "Compare with torch and DeepSpeed.")
@@ -127,9 +125,7 @@ def main(argv: Sequence[str]) -> None:
       **_conditions(arrays, pool, stream, torch_peers),
       **provenance(),
     }
-  path = Path(_JSON.value)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(result, indent=2) + "\n")
+  write_result(result)
   print(table(result))
 
 
