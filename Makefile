@@ -11,13 +11,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet \
   --disable-pip-version-check -c $(CONSTRAINTS)
 
 CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
-  cpu_ops/tests/*.cc)
+  cpu_ops/tests/*.cc experiments/adam/*.cc)
 
 # An aarch64 Python, unpacked for the emulator.
 AARCH64 := build/aarch64
 
 .PHONY: train test test-slow test-all test-newest test-isa test-aarch64 \
-  test-mutations lint format bench wheels install clean help
+  test-mutations lint format bench bench-adam wheels install clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make lint      check format, style and types"
 	@echo "make format    put the sources into their format"
 	@echo "make bench     compare the step with plain jax + optax"
+	@echo "make bench-adam  compare the host's AdamW with others"
 	@echo "make clean     remove what was built (not the runs)"
 
 train: install
@@ -78,7 +79,16 @@ format: install
 bench: install
 	$(BIN)/python -m experiments.overhead --json=runs/overhead.json
 
+# torch and DeepSpeed, which sojax does not need, get a venv beside $(VENV).
+bench-adam:
+	$(MAKE) VENV=.venv-bench .venv-bench/.peers
+	.venv-bench/bin/python -m experiments.adam_bench --json=runs/adam.json
+
 install: $(VENV)/.installed
+
+$(VENV)/.peers: $(VENV)/.installed constraints-bench.txt
+	$(PIP_INSTALL) -c constraints-bench.txt torch deepspeed ninja
+	@touch $@
 
 # Build tools, and jax for its headers, come first and the build is not isolated
 # from them, so that constraints.txt pins them as well.
@@ -98,6 +108,6 @@ $(VENV)/.created:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist *.egg-info sojax/*.so .pytest_cache \
-	  .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-bench build dist *.egg-info sojax/*.so \
+	  .pytest_cache .ruff_cache .hypothesis
 	find sojax experiments tests -name __pycache__ -exec rm -rf {} +

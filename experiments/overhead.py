@@ -33,12 +33,10 @@ load, nor by an order. The rows say where the time goes:
 
 import contextlib
 import functools
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,11 +47,11 @@ from flax import nnx
 
 import sojax
 from experiments.provenance import provenance
+from experiments.results import write_result
 from sojax import data, models
 from sojax.graph.timeline import Timeline
 from sojax.reference.loop import Loop
 
-_JSON = flags.DEFINE_string("json", None, "File to write.")
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Rounds of each size.", 1)
 _TOKENS = flags.DEFINE_multi_integer(
   "tokens", [512, 4096], "Tokens of a step; repeat for several.", 1
@@ -96,9 +94,7 @@ def main(argv: Sequence[str]) -> None:
       )
   sizes = [compare(tokens) for tokens in _TOKENS.value]
   result = {"sizes": sizes, "config": config, **provenance()}
-  path = Path(_JSON.value)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(result, indent=2) + "\n")
+  write_result(result)
 
 
 def compare(tokens: int) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The parts of the experiment adam_bench."""
