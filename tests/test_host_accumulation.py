@@ -187,7 +187,7 @@ def record_on_device(ours):
 
     def backward(name):
       def run(params, other, x, dy, tied, *rest):
-        out = probe.add(params, other, x, dy, tied, ())
+        out = probe.add(params, other, x, dy, tied, (), None)
         if stage == last:
           seen.append({})
         for place, grad in zip(spec.trained, out.partial, strict=True):
