@@ -72,15 +72,18 @@ def test_every_pair_of_switches_runs(values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", COMBINATIONS, ids=str)
+@pytest.mark.parametrize(
+  "values", [v for v in COMBINATIONS if "io_callback" not in v], ids=str
+)
 def test_every_combination_of_switches_runs(values):
   check_that_it_trains(values)
 
 
 def check_that_it_trains(values):
   plan = dict(zip(SWITCHES, values, strict=True)) | {"bucket_bytes": 1 << 16}
+  model = small_gpt(num_layers=1, hidden_dim=32, num_heads=1)
   losses = []
-  with trainer(plan, precision="bf16", accumulation=2) as ours:
+  with trainer(plan, model=model, precision="bf16", accumulation=2) as ours:
     for batch in batches(2, rows=8):
       losses.append(ours.step(batch).loss)
     assert ours.count == 2
