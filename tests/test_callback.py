@@ -196,7 +196,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["callback", "io_callback"])
+@pytest.mark.parametrize(
+  "transport",
+  ["callback", pytest.param("io_callback", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(("model", "plan", "changes"), CASES, ids=str)
 def test_ten_steps_have_the_bits_of_dma(model, plan, changes, transport):
   case = model, tuple(plan.items()), tuple(changes.items())

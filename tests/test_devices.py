@@ -60,22 +60,15 @@ def run(plan, *, cores=None, threads="64"):
 
 
 @pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset")
+@pytest.mark.parametrize("gradients_out", ["dma", "callback"])
 @pytest.mark.parametrize("cores", ["0", "0,1"])
-def test_eight_devices_train_on_few_cores(cores):
+def test_eight_devices_train_on_few_cores(cores, gradients_out):
   if not set(map(int, cores.split(","))) <= os.sched_getaffinity(0):
     pytest.skip(f"cores {cores} are not there")
-  result = run({"bucket_bytes": 1 << 18}, cores=cores)
+  plan = {"bucket_bytes": 1 << 18, "gradients_out": gradients_out}
+  result = run(plan, cores=cores)
   assert result["said"] == []
   assert result["losses"][-1] < result["losses"][0]
-
-
-@pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset")
-def test_eight_devices_deliver_gradients_on_one_core():
-  plan = {"bucket_bytes": 1 << 18}
-  result = run(plan | {"gradients_out": "callback"}, cores="0")
-  sent = run(plan | {"gradients_out": "dma"})
-  # The number of cores decides how XLA sums.
-  np.testing.assert_allclose(result["losses"], sent["losses"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [None, "2"])

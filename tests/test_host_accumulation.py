@@ -186,14 +186,14 @@ def record_on_device(ours):
     )
 
     def backward(name):
-      def run(params, other, x, dy, tied, partial):
-        out = probe.add(params, other, x, dy, tied, ())
+      def run(params, other, x, dy, tied, *rest):
+        out = probe.add(params, other, x, dy, tied, (), None)
         if stage == last:
           seen.append({})
         for place, grad in zip(spec.trained, out.partial, strict=True):
           leaf = leaves[ours._split.used[stage][place]]
           seen[-1][leaf.name] = np.array(grad).reshape(-1)
-        return getattr(programs, name)(params, other, x, dy, tied, partial)
+        return getattr(programs, name)(params, other, x, dy, tied, *rest)
 
       return run
 

@@ -12,6 +12,7 @@ from flax import nnx
 import sojax
 from tests.training import (
   SEQ_LEN,
+  VOCAB_SIZE,
   assert_same_bits,
   batches,
   config,
@@ -40,19 +41,43 @@ SWITCHES = {
   "weight_cast": ["host", "device"],
   "activations": ["recompute", "keep", "offload"],
   "accumulate": ["device", "host"],
+  "gradients_out": ["dma", "callback", "io_callback"],
 }
+COMBINATIONS = [
+  values
+  for values in itertools.product(*SWITCHES.values())
+  if not (values[0] == "flow" and values[1])
+]
 
 
-@pytest.mark.parametrize(
-  "values",
-  [
-    values
-    for values in itertools.product(*SWITCHES.values())
-    if not (values[0] == "flow" and values[1])
-  ],
-  ids=str,
-)
+def pairs(values):
+  """Returns the pairs of switches' values that a combination holds."""
+  return set(itertools.combinations(enumerate(values), 2))
+
+
+def covering(combinations):
+  """Returns a few of the combinations that hold every pair of them all."""
+  missing = set().union(*map(pairs, combinations))
+  chosen = []
+  while missing:
+    best = max(combinations, key=lambda values: len(pairs(values) & missing))
+    missing -= pairs(best)
+    chosen.append(best)
+  return chosen
+
+
+@pytest.mark.parametrize("values", covering(COMBINATIONS), ids=str)
+def test_every_pair_of_switches_runs(values):
+  check_that_it_trains(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", COMBINATIONS, ids=str)
 def test_every_combination_of_switches_runs(values):
+  check_that_it_trains(values)
+
+
+def check_that_it_trains(values):
   plan = dict(zip(SWITCHES, values, strict=True)) | {"bucket_bytes": 1 << 16}
   losses = []
   with trainer(plan, precision="bf16", accumulation=2) as ours:
@@ -219,6 +244,43 @@ def test_a_schedule_reaches_host_and_device_buckets_in_the_same_step():
     for name in masters:
       before, after = history[number][name], history[number + 1][name]
       assert (before.tobytes() != after.tobytes()) == bool(lr), name
+
+
+class Experts(nnx.Module):
+  """Sends every token to one of two experts, always the first one."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.embed = nnx.Embed(VOCAB_SIZE, 32, rngs=rngs)
+    self.used = nnx.Linear(32, 32, rngs=rngs)
+    self.unused = nnx.Linear(32, 32, rngs=rngs)
+    self.head = nnx.Linear(32, VOCAB_SIZE, rngs=rngs)
+
+  def __call__(self, tokens_BT):
+    return self.head(self.used(self.embed(tokens_BT)))
+
+
+@pytest.mark.parametrize("gradients_out", ["dma", "callback"])
+@pytest.mark.parametrize("accumulate", ["device", "host"])
+def test_a_layer_without_a_gradient_only_decays(gradients_out, accumulate):
+  """Oracle: decay alone, in float64; the rest of its bucket is stepped."""
+  plan = {"gradients_out": gradients_out, "accumulate": accumulate}
+  adamw = sojax.adamw(1e-2, weight_decay=0.1)
+  with trainer(plan, model=Experts(), adamw=adamw, accumulation=2) as ours:
+    (bucket,) = ours.layout.buckets
+    before = state_of(ours)
+    for batch in batches(3, rows=8):
+      ours.step(batch)
+    after = state_of(ours)
+  for name in (leaf.name for leaf in ours.layout.model.leaves):
+    master = after[f"{name} master"]
+    if "unused" in name:
+      decayed = before[f"{name} master"] * (1 - 1e-3) ** 3
+      np.testing.assert_allclose(master, decayed, rtol=1e-6)
+      assert not after[f"{name} mu"].any() and not after[f"{name} nu"].any()
+    else:
+      assert after[f"{name} mu"].any()
+      assert not np.array_equal(master, before[f"{name} master"])
 
 
 def test_only_trainable_parameters_change():

@@ -80,8 +80,7 @@ def _send(
   """Sends the units that leave, if there are any yet; returns the others.
 
   Nothing here says when: no delivery depends on another. XLA's CPU backend runs
-  one right after what computes its gradient, as that frees memory, and so while
-  the rest of backward is still to come.
+  each soon after its gradient, while the rest of backward is still to come.
   """
   leaving = spec.leaving if units else ()
   for place, position in enumerate(leaving):
