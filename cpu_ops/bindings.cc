@@ -244,7 +244,8 @@ PYBIND11_MODULE(_cpu_ops, module) {
       .def("accumulate", &Kernels::Accumulate, py::arg("segments"))
       .def("squares", &Kernels::Squares, py::arg("segments"))
       .def("narrow", &Kernels::Narrow, py::arg("segments"))
-      .def("bind_to_cores", &Kernels::BindToCores, py::arg("cores"))
+      .def("bind_to_cores", &Kernels::BindToCores, py::arg("cores"),
+           py::call_guard<py::gil_scoped_release>())
       .def("close", &Kernels::Close);
   BindGradientSink(module);
 }
