@@ -1,6 +1,5 @@
 """Gradients that leave backward while it runs, against those sent after it."""
 
-import contextlib
 import functools
 import os
 import subprocess
@@ -8,126 +7,18 @@ import sys
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import sojax
 from sojax.graph.graph import TaskKind
-from sojax.host.sink import GradientSink
-from sojax.host.wire import WireBuffer
-from sojax.models.stage import Stage
-from sojax.runtime import callback_out
-from sojax.runtime.run import StepRun
+from tests.layered import Staged, Whole
 from tests.training import (
-  VOCAB_SIZE,
   assert_same_bits,
   batches,
   small_gpt,
   state_of,
   trainer,
 )
-
-
-class Layer(nnx.Module):
-  """A residual layer; something may happen where its gradient passes."""
-
-  def __init__(self, dim, rngs, on_backward=None):
-    self.linear = nnx.Linear(dim, dim, rngs=rngs)
-    self.on_backward = on_backward
-
-  def __call__(self, x):
-    if self.on_backward is not None:
-      x = _noticing(self.on_backward)(x)
-    return x + nnx.gelu(self.linear(x))
-
-
-@functools.cache
-def _noticing(on_backward):
-  """Is the identity; its backward calls a function on the host."""
-
-  @jax.custom_vjp
-  def identity(x):
-    return x
-
-  def call(gradient):
-    on_backward()
-    return gradient
-
-  def backward(_, gradient):
-    shape = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
-    return (jax.pure_callback(call, shape, gradient),)
-
-  identity.defvjp(lambda x: (x, None), backward)
-  return identity
-
-
-@jax.custom_vjp
-def fails_if(wanted, x):
-  """Is x; its backward fails in XLA, without Python, where it is wanted."""
-  return x
-
-
-def _failing_backward(wanted, gradient):
-  def fail(gradient):
-    no_route = jnp.zeros((1,), jnp.int32)
-    GradientSink.send(gradient, no_route, 0)
-    return gradient
-
-  return None, jax.lax.cond(wanted, fail, lambda x: x, gradient)
-
-
-fails_if.defvjp(lambda wanted, x: (x, wanted), _failing_backward)
-
-
-class Embed(nnx.Module):
-  """An embedding whose backward may fail for batches with one token."""
-
-  def __init__(self, dim, rngs, bad_token):
-    self.table = nnx.Embed(VOCAB_SIZE, dim, rngs=rngs)
-    self.bad_token = bad_token
-
-  def __call__(self, tokens):
-    x = self.table(tokens)
-    if self.bad_token is None:
-      return x
-    return fails_if(jnp.any(tokens == self.bad_token), x)
-
-
-class Head(nnx.Module):
-  def __init__(self, dim, rngs):
-    self.linear = nnx.Linear(dim, VOCAB_SIZE, rngs=rngs)
-
-  def __call__(self, x):
-    return self.linear(x)
-
-
-class Whole(nnx.Module):
-  """A model without stages: an embedding, layers, a head."""
-
-  def __init__(self, *, dim=32, num_layers=4, on_backward=None, bad_token=None):
-    rngs = nnx.Rngs(0)
-    layers = [Layer(dim, rngs, on_backward)]
-    layers += [Layer(dim, rngs) for _ in range(num_layers - 1)]
-    self.layers = nnx.List(
-      [Embed(dim, rngs, bad_token), *layers, Head(dim, rngs)]
-    )
-
-  def __call__(self, tokens):
-    x = tokens
-    for layer in self.layers:
-      x = layer(x)
-    return x
-
-
-class Staged(Whole):
-  """The same, layer by layer."""
-
-  def stages(self):
-    return [
-      Stage(name=str(i), module=layer) for i, layer in enumerate(self.layers)
-    ]
 
 
 def large_enough_to_cut():
@@ -308,159 +199,6 @@ def test_gradients_arrive_in_the_order_of_buckets():
     assert [first_leaf[place] for place in arrived] == first_leaf
 
 
-class Fault(RuntimeError):
-  """What the tests raise."""
-
-
-def failing_once():
-  """Returns a function that raises on demand, and the demand."""
-  wanted = threading.Event()
-
-  def on_backward():
-    if wanted.is_set():
-      wanted.clear()
-      raise Fault("in the model")
-
-  return on_backward, wanted
-
-
-def fail_twice_in_step_2(ours, data, fail, message):
-  """Takes step 2 twice; the state must stay what it was before."""
-  for _ in range(2):
-    with pytest.raises(sojax.StepError, match="step 2 failed") as caught:
-      fail()
-      ours.drain()
-    assert caught.value.intact
-    assert "backward" in caught.value.task
-    assert message in str(caught.value.__cause__)
-  for batch in data[2:]:
-    ours.step(batch)
-
-
-@pytest.mark.parametrize("transport", ["callback", "io_callback"])
-@pytest.mark.parametrize("model", [Whole, Staged])
-def test_an_exception_in_the_model_loses_nothing(model, transport):
-  """JAX raises it where the program is dispatched."""
-  on_backward, wanted = failing_once()
-  data = batches(4)
-  plan = {"gradients_out": transport, "bucket_bytes": 1 << 16}
-  with (
-    trainer(plan, model=model(on_backward=on_backward)) as ours,
-    trainer(plan, model=model(on_backward=lambda: None)) as theirs,
-  ):
-    for batch in data[:2]:
-      ours.step(batch)
-    ours.drain()
-
-    def fail():
-      wanted.set()
-      ours.step(data[2])
-
-    fail_twice_in_step_2(ours, data, fail, "Fault: in the model")
-    for batch in data:
-      theirs.step(batch)
-    assert_same_bits(state_of(ours), state_of(theirs))
-
-
-def without_token_255(count):
-  data = batches(count)
-  for batch in data:
-    batch["tokens"] %= 255
-  return data
-
-
-@pytest.mark.parametrize("weights", ["stationary", "flow"])
-@pytest.mark.parametrize("model", [Whole, Staged])
-def test_a_program_that_fails_before_it_delivers_loses_nothing(model, weights):
-  """The step waits for gradients already when its program fails."""
-  data = without_token_255(4)
-  bad = {"tokens": data[2]["tokens"].copy()}
-  bad["tokens"][1, 3] = 255
-  plan = {"gradients_out": "callback", "weights": weights}
-  plan["bucket_bytes"] = 1 << 16
-  with (
-    trainer(plan, model=model(bad_token=255)) as ours,
-    trainer(plan, model=model(bad_token=255)) as theirs,
-  ):
-    for batch in data[:2]:
-      ours.step(batch)
-    fail_twice_in_step_2(ours, data, lambda: ours.step(bad), "no route")
-    for batch in data:
-      theirs.step(batch)
-    assert_same_bits(state_of(ours), state_of(theirs))
-
-
-def test_an_interrupted_later_step_lets_this_one_end(monkeypatch):
-  """Ctrl-C in step 1 before step 0 has begun to wait for gradients."""
-  interrupted = threading.Event()
-  data = batches(3)
-  main_thread = threading.current_thread()
-  wait_until_ready = StepRun.wait_until_ready
-
-  def interrupt_step_1(run, task):
-    if run.step.number and threading.current_thread() is main_thread:
-      raise KeyboardInterrupt
-    wait_until_ready(run, task)
-
-  with trainer(model=Whole()) as ours, trainer(model=Whole()) as theirs:
-    sink = ours._parts.gradients_out._sink
-    interrupt = ours._executor._interrupt
-
-    def interrupt_and_tell(first_step):
-      interrupt(first_step)
-      interrupted.set()
-
-    def wait(*args, **kwargs):
-      assert interrupted.wait(60)
-      GradientSink.wait(sink, *args, **kwargs)
-
-    ours._executor._interrupt = interrupt_and_tell
-    sink.wait = wait
-    ours.step(data[0])
-    monkeypatch.setattr(StepRun, "wait_until_ready", interrupt_step_1)
-    with pytest.raises(KeyboardInterrupt):
-      ours.step(data[1])
-    monkeypatch.undo()
-    with pytest.raises(sojax.StepError, match="step 1 failed") as caught:
-      ours.drain()
-    assert caught.value.intact
-    for batch in data[1:]:
-      ours.step(batch)
-    for batch in data:
-      theirs.step(batch)
-    assert_same_bits(state_of(ours), state_of(theirs))
-
-
-@pytest.mark.parametrize("transport", ["callback", "io_callback"])
-def test_a_destination_of_another_size_fails_the_step(monkeypatch, transport):
-  class Short(WireBuffer):
-    def __init__(self, shape, dtype, placement):
-      super().__init__((int(np.prod(shape)) - 1,), dtype, placement)
-
-  monkeypatch.setattr(callback_out, "WireBuffer", Short)
-  with trainer({"gradients_out": transport}, model=Staged()) as ours:
-    for _ in range(2):
-      with pytest.raises(sojax.StepError, match="step 0 failed") as caught:
-        ours.step(batches(1)[0])
-        ours.drain()
-      assert caught.value.intact
-      assert "bytes, but its gradient has" in str(caught.value.__cause__)
-
-
-def test_a_closed_trainer_ends_while_nothing_can_arrive():
-  """Close must not wait for gradients of a step that failed."""
-  on_backward, wanted = failing_once()
-  ours = trainer(model=Whole(on_backward=on_backward))
-  wanted.set()
-  with contextlib.suppress(sojax.StepError):
-    ours.step(batches(1)[0])
-  ours.close()
-  with pytest.raises(ValueError, match="the sink is closed"):
-    ours._parts.gradients_out._sink.wait(
-      ours._parts.gradients_out._routes[0, 0], [0]
-    )
-
-
 @pytest.mark.parametrize("transport", ["dma", "callback"])
 def test_the_account_says_where_gradients_are(transport):
   plan = {"bucket_bytes": 1 << 16, "device_buckets": 1}
@@ -497,7 +235,7 @@ def watch_units(ours, units):
 
 _ON_ONE_CORE = """
 from tests import conftest
-from tests.test_callback import Staged, Whole
+from tests.layered import Staged, Whole
 from tests.training import batches, trainer
 
 for model in (Whole(dim=400), Staged(dim=400)):
