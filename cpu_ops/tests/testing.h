@@ -155,6 +155,12 @@ struct State {
                                                          segment.num_elems);
 }
 
+// memcmp takes no null pointer, not even of nothing.
+[[maybe_unused]] bool SameBytes(const void* a, const void* b,
+                                std::size_t num_bytes) {
+  return num_bytes == 0 || std::memcmp(a, b, num_bytes) == 0;
+}
+
 // A record with no byte to spare, as ASan sees it, but for what puts the codes
 // on a cache line.
 struct RecordBlock {
@@ -169,10 +175,9 @@ struct RecordBlock {
   RecordBlock& operator=(const RecordBlock&) = delete;
 
   bool operator==(RecordBlock& other) {
-    return count == other.count &&
-           std::memcmp(codes, other.codes, num_bytes) == 0 &&
-           std::memcmp(escapes.data(), other.escapes.data(),
-                       count * sizeof(float)) == 0;
+    return count == other.count && SameBytes(codes, other.codes, num_bytes) &&
+           SameBytes(escapes.data(), other.escapes.data(),
+                     count * sizeof(float));
   }
 
   const RecordForm form;
