@@ -198,8 +198,8 @@ MUTATIONS = [
   Mutation(
     "closing-drops-the-queue",
     "pool.cc",
-    "if (closing_ && queue_.empty()) return;",
-    "if (closing_) return;",
+    "if (job == nullptr) {",
+    "if (closing_) return;\n    if (job == nullptr) {",
     _QUEUE,
   ),
 ]

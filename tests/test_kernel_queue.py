@@ -99,6 +99,29 @@ def test_what_shares_arrays_is_done_in_order(num_threads):
   )
 
 
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_what_reads_an_array_does_not_overtake_what_writes_it(num_threads):
+  # One thread steps the last piece while the others have nothing left but to
+  # round the end of it. What comes first keeps all from starting too soon.
+  first = random_state(1 << 18, seed=2)
+  filler, shared = random_state(1 << 14), random_state(1 << 16, seed=1)
+  end = slice(-1000, None)
+  weight = np.zeros(1000, F32)
+  with Pool(num_threads) as pool:
+    for round_ in range(300):
+      # Of many lengths, so that threads come to the end apart.
+      part = filler.map(lambda x, n=50 * round_: x[:n])
+      segments = [part.segment(), shared.segment()]
+      completions = [
+        pool.submit(step(first)),
+        pool.submit(AdamwStep(segments, SCALARS, GRAD_SCALE)),
+        pool.submit(Narrow([NarrowSegment(shared.p[end], weight)])),
+      ]
+      for completion in completions:
+        completion.wait()
+      assert weight.tobytes() == shared.p[end].tobytes()
+
+
 def rounded(p):
   weight = np.zeros(p.size, BF16)
   with Pool(1) as pool:
