@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from tests.layered import Staged, Whole
 from tests.training import (
   assert_same_bits,
   batches,
+  mesh_of,
   small_gpt,
   state_of,
   trainer,
@@ -50,7 +50,7 @@ def run(transport, model, plan, changes):
   changes = dict(changes)
   num_devices = changes.pop("num_devices", 1)
   if num_devices > 1:
-    changes |= {"mesh": mesh(num_devices), "micro_batch": 1}
+    changes |= {"mesh": mesh_of(num_devices), "micro_batch": 1}
   rows = changes.get("micro_batch", 4) * num_devices
   rows *= changes.get("accumulation", 1)
   plan = dict(plan, gradients_out=transport)
@@ -62,13 +62,8 @@ def run(transport, model, plan, changes):
       **state_of(ours),
     }
     spec = ours._compute._programs[-1].spec
-    assert (not spec.leaving) is (transport == "dma")
+    assert (not spec.num_delivered) is (transport == "dma")
   return outcome
-
-
-def mesh(num_devices):
-  devices = np.array(jax.devices()[:num_devices]).reshape(-1, 1)
-  return jax.sharding.Mesh(devices, ("data", "seq"))
 
 
 CASES = [
@@ -116,7 +111,7 @@ def test_each_of_8_devices_delivers_its_shards(model, plan, changes):
 def test_io_callback_is_for_one_device():
   plan = {"gradients_out": "io_callback"}
   with pytest.raises(ValueError, match="io_callback on 2 devices can hang"):
-    trainer(plan, mesh=mesh(2))
+    trainer(plan, mesh=mesh_of(2))
 
 
 def test_only_a_model_of_one_stage_leaves_by_callback_unless_told():
@@ -125,8 +120,8 @@ def test_only_a_model_of_one_stage_leaves_by_callback_unless_told():
       specs = [programs.spec for programs in ours._compute._programs]
       assert {spec.transport for spec in specs} == {transport}
       for spec in specs:
-        num_leaving = len(spec.units) if transport == "callback" else 0
-        assert len(spec.leaving) == num_leaving
+        num_units = len(spec.units) if transport == "callback" else 0
+        assert spec.num_delivered == num_units
 
 
 def test_equal_stages_share_the_program_that_delivers():

@@ -19,8 +19,8 @@ from sojax.reference.accumulate import (
 )
 from sojax.reference.adamw import adamw_float32
 from sojax.reference.loop import Loop
+from tests.exactness import optax_adamw
 from tests.test_one_stage import Plain
-from tests.test_trainer_exact import optax_adamw
 from tests.training import (
   assert_same_bits,
   batches,
@@ -182,7 +182,7 @@ def record_on_device(ours):
   def recording(stage, programs):
     spec = programs.spec
     probe = StagePrograms(
-      dataclasses.replace(spec, num_sent=None, reuses_dy=False), placement
+      dataclasses.replace(spec, accumulate="device", reuses_dy=False), placement
     )
 
     def backward(name):

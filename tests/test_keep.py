@@ -79,10 +79,10 @@ def make(module):
     trained=tuple(range(len(leaves))),
     tied=(),
     units=(),
-    num_sent=None,
+    num_on_host=0,
+    accumulate="device",
     grad_dtype="float32",
     transport="dma",
-    leaving=(),
     reuses_dy=False,
     working_dtype="float32",
   )

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from sojax.programs.manual import Program
-from tests.test_data_axis import ROWS, on_ranks, ragged
 from tests.test_one_stage import Plain
-from tests.training import batches, trainer
+from tests.training import ROWS, batches, on_ranks, ragged, trainer
 
 _HLO_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4}
 _COLLECTIVE = re.compile(

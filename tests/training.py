@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 import sojax
 from sojax.graph.graph import TaskKind
@@ -15,6 +16,8 @@ from sojax.models.gpt import GPT, GPTConfig
 
 VOCAB_SIZE = 256
 SEQ_LEN = 24
+ROWS = 8
+"""Rows of a micro-batch on all devices together."""
 
 
 def small_gpt(**changes) -> GPT:
@@ -57,6 +60,29 @@ def trainer(plan="auto", *, model=None, adamw=None, mesh=None, **changes):
   return sojax.Trainer(
     model or small_gpt(), adamw or optimizer(), config(**changes), plan, mesh
   )
+
+
+def mesh_of(num_devices, *, explicit=False):
+  """A mesh of `num_devices` data ranks, of Explicit or Auto axes."""
+  devices = jax.devices()[:num_devices]
+  if explicit:
+    return jax.make_mesh((num_devices, 1), ("data", "seq"), devices=devices)
+  return Mesh(np.array(devices).reshape(-1, 1), ("data", "seq"))
+
+
+def on_ranks(num_devices, plan="auto", **changes):
+  """Returns a trainer whose global micro-batch has ROWS rows."""
+  return trainer(
+    plan,
+    mesh=mesh_of(num_devices),
+    micro_batch=ROWS // num_devices,
+    **changes,
+  )
+
+
+def ragged():
+  """A model of which many wire units do not divide into eight shards."""
+  return small_gpt(vocab_size=251, num_layers=1, hidden_dim=66, num_heads=3)
 
 
 def state_of(trainer) -> dict[str, np.ndarray]:

@@ -38,7 +38,8 @@ def deliver(
     grads: gradients of `spec.trained` and `spec.tied`.
     tied: gradients from borrowers, by place.
     partial: float32 sums over the micro-batches so far.
-    route: operand of the route of `spec.leaving`; None if nothing leaves.
+    route: operand of the route of the units that are delivered here; None if
+      none are.
   """
   # Without them XLA fuses what follows into the computation of gradients, and
   # their bits would depend on what the wire carries and on how it is cut. One
@@ -50,9 +51,8 @@ def deliver(
     items = tuple(map(spec.ranks.sum_scatter, to_units(own, spec.units)))
   else:
     items = tuple(own.values())
-  num_sent = spec.num_sent or 0
-  sent = tuple(_on_wire(spec, x) for x in items[:num_sent])
-  sums = items[num_sent:]
+  sent = tuple(_on_wire(spec, x) for x in items[: spec.num_sent])
+  sums = items[spec.num_sent :]
   if partial:
     sums = tuple(a + b for a, b in zip(partial, sums, strict=True))
   out = BackwardOut(
@@ -60,7 +60,7 @@ def deliver(
     tied=tuple(map(spec.ranks.stack, grads[num_own:])),
   )
   if not last_micro:
-    units = _send(spec, sent, route)
+    units = _deliver_here(spec, sent, route)
     return dataclasses.replace(out, units=units, partial=sums)
   complete = tuple(_on_wire(spec, x) for x in sums)
   if spec.adds_units:
@@ -69,24 +69,23 @@ def deliver(
     units = to_units(dict(zip(own, complete, strict=True)), spec.units)
   return dataclasses.replace(
     out,
-    units=_send(spec, units, route),
+    units=_deliver_here(spec, units, route),
     sumsq=spec.ranks.stack(_sums_of_squares(complete)),
   )
 
 
-def _send(
+def _deliver_here(
   spec: StageSpec, units: Sequence[jax.Array], route: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-  """Sends the units that leave, if there are any yet; returns the others.
+  """Delivers the first units, if there are any yet; returns the others.
 
   Nothing here says when: no delivery depends on another. XLA's CPU backend runs
   each soon after its gradient, while the rest of backward is still to come.
   """
-  leaving = spec.leaving if units else ()
-  for place, position in enumerate(leaving):
+  for place, unit in enumerate(units[: spec.num_delivered]):
     assert route is not None
-    SINKS[spec.transport].send(units[position], route, place)
-  return tuple(unit for i, unit in enumerate(units) if i not in set(leaving))
+    SINKS[spec.transport].send(unit, route, place)
+  return tuple(units[spec.num_delivered :])
 
 
 def _with_borrowed(

@@ -61,7 +61,9 @@ def _places(
 
   The last stage has no forward.
   """
-  alone = dataclasses.replace(spec, ranks=Ranks(1), gathered=None, leaving=())
+  alone = dataclasses.replace(
+    spec, ranks=Ranks(1), gathered=None, transport="dma"
+  )
   dtype = jnp.dtype(spec.working_dtype)
   params = [jax.ShapeDtypeStruct(shape, dtype) for shape in leaf_shapes]
   arguments = params, other, shapes.x

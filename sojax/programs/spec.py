@@ -64,13 +64,10 @@ class StageSpec:
     trained: places of the trained parameters that the stage owns.
     tied: places of the trained parameters that it borrows.
     units: the wire units of its gradients, those of host buckets first.
-    num_sent: how many units, the first ones, leave with every micro-batch since
-      the host adds them up; the device adds up the others. None if the device
-      adds up all.
+    num_on_host: how many units are those of host buckets.
+    accumulate: the side that adds up their micro-batches; see `Plan`.
     grad_dtype: dtype of gradients on the wire.
     transport: how gradients get to the host; see `Plan.transport`.
-    leaving: places in `units` of those that backward itself delivers to the
-      host, in the order of their route's destinations; none under "dma".
     reuses_dy: whether the input's gradient can take the place of the output's.
     working_dtype: dtype of parameters on the device.
     ranks: the devices.
@@ -83,10 +80,10 @@ class StageSpec:
   trained: tuple[int, ...]
   tied: tuple[int, ...]
   units: tuple[UnitSpec, ...]
-  num_sent: int | None
+  num_on_host: int
+  accumulate: str
   grad_dtype: str
   transport: str
-  leaving: tuple[int, ...]
   reuses_dy: bool
   working_dtype: str
   ranks: Ranks = Ranks(1)
@@ -95,7 +92,17 @@ class StageSpec:
   @property
   def adds_units(self) -> bool:
     """Whether micro-batches are added up by unit, not by parameter."""
-    return self.num_sent is not None or not self.ranks.alone
+    return self.accumulate == "host" or not self.ranks.alone
+
+  @property
+  def num_sent(self) -> int:
+    """How many units, the first ones, are sent with every micro-batch."""
+    return self.num_on_host if self.accumulate == "host" else 0
+
+  @property
+  def num_delivered(self) -> int:
+    """How many of the units that are sent backward itself delivers."""
+    return 0 if self.transport == "dma" else self.num_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +138,7 @@ class BackwardOut:
       of them but the last: in the order of `StageSpec.trained`, or of the units
       that are not sent.
     units: gradients as wire units: all from the last micro-batch, and from the
-      others those that are sent; but for `StageSpec.leaving`.
+      others those that are sent; but for those that backward delivers itself.
     sumsq: float32 [n], sums of squares of what the device has added up, as it
       crosses the wire: of each parameter, or of each unit that is not sent; of
       several ranks stacked. From all micro-batches but the last, zeros. It is

@@ -132,8 +132,6 @@ def _of_layout(
   places = [i for i, leaf in enumerate(used) if model.leaves[leaf].trained]
   buckets = [bucket for bucket in layout.of_stage(stage) if bucket.trained]
   assert buckets == sorted(buckets, key=lambda bucket: bucket.on_device)
-  num_on_host = sum(len(b.units) for b in buckets if not b.on_device)
-  transport = plan.transport(model.num_stages)
   position = Position.of(stage, model.num_stages)
   gathered = None
   if layout.num_shards > 1:
@@ -147,9 +145,9 @@ def _of_layout(
     trained=tuple(i for i in places if used[i] not in borrowed),
     tied=tuple(i for i in places if used[i] in borrowed),
     units=unit_specs([u for b in buckets for u in b.units], used),
-    num_sent=num_on_host if plan.accumulate == "host" else None,
-    transport=transport,
-    leaving=() if transport == "dma" else tuple(range(num_on_host)),
+    num_on_host=sum(len(b.units) for b in buckets if not b.on_device),
+    accumulate=plan.accumulate,
+    transport=plan.transport(model.num_stages),
     ranks=Ranks(layout.num_shards),
     gathered=gathered,
   )

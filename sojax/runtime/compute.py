@@ -100,9 +100,9 @@ class Compute:
       step.partial[stage] = out.partial
     units = iter(out.units)
     for bucket in self._layout.of_stage(stage):
-      sent = spec.num_sent is not None and not bucket.on_device
-      returned = bucket.on_device or not spec.leaving
-      if bucket.trained and returned and (last_micro or sent):
+      sent = last_micro or bool(spec.num_sent and not bucket.on_device)
+      returned = bucket.on_device or not spec.num_delivered
+      if bucket.trained and sent and returned:
         step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
     sumsq = out.sumsq
     return lambda: _wait(sumsq)
