@@ -16,19 +16,21 @@ CXX_SOURCES := $(wildcard cpu_ops/*.h cpu_ops/*.cc cpu_ops/tests/*.h \
 # An aarch64 Python, unpacked for the emulator.
 AARCH64 := build/aarch64
 
-.PHONY: train test test-slow test-all test-newest test-isa test-aarch64 \
-  test-mutations lint format bench bench-adam wheels install clean help
+.PHONY: train test test-slow test-sanitize test-all test-newest test-isa \
+  test-aarch64 test-mutations lint format bench bench-adam wheels install \
+  clean help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train     train a GPT on real text, about two minutes"
 	@echo "make test      all fast tests"
 	@echo "make test-all  all tests"
+	@echo "make test-sanitize  the kernels' tests with ASan, UBSan and TSan"
 	@echo "make test-newest  all fast tests on Python 3.12 and the newest jax"
 	@echo "make test-isa  compare the kernels' bits between instruction sets"
 	@echo "make test-aarch64  build for aarch64, test the kernels in an emulator"
 	@echo "make wheels    build wheels for x86-64 and aarch64 into dist/"
-	@echo "make test-mutations  break the kernels and see the tests fail"
+	@echo "make test-mutations  break the code and see the tests fail"
 	@echo "make lint      check format, style and types"
 	@echo "make format    put the sources into their format"
 	@echo "make bench     compare the step with plain jax + optax"
@@ -42,9 +44,13 @@ test: install
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not sanitizer"
 
-test-all: test test-slow
+# ASan, UBSan and TSan. Fails where the compiler lacks one of them.
+test-sanitize: install
+	$(BIN)/python -m pytest -m sanitizer tests/test_cpu_ops.py
+
+test-all: test test-slow test-sanitize
 
 # A venv, and an extension, beside those of $(VENV).
 test-newest:
@@ -60,6 +66,7 @@ test-aarch64: install
 
 test-mutations: install
 	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m tests.python_mutations
 
 wheels: install
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .

@@ -12,19 +12,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 _SOURCE_DIR = pathlib.Path("cpu_ops")
+_ARGS = json.loads((_SOURCE_DIR / "compile_args.json").read_text())
 _COMPILE_ARGS = [
-  "-std=c++17",
+  *_ARGS["all"],
   "-O3",
   # Of so many inlined instances, debug information would be 50 MB.
   "-g0",
-  # Every product and sum is rounded where the source says so.
-  "-ffp-contract=off",
-  "-fno-math-errno",
-  "-fvisibility=hidden",
-  "-Wall",
-  "-Wextra",
-  "-Wconversion",
-  "-Werror",
+  *_ARGS["warnings"],
 ]
 # For each machine, the files with instructions that not every CPU of its kind
 # has, and their flags; dispatch.cc decides at run time whether they are called.

@@ -105,6 +105,17 @@ double* ArrayReader::ChunkSums(const py::object& object, const char* field) {
   return static_cast<double*>(array.mutable_data());
 }
 
+std::byte* ArrayReader::Bytes(const py::object& object, const char* field,
+                              std::size_t* num_bytes) {
+  py::array array = Flat(object, field, true);
+  if (py::cast<bool>(array.dtype().attr("hasobject"))) {
+    throw py::value_error(Name(field) + " has dtype " + Text(array.dtype()) +
+                          ", which holds Python objects; give one of numbers");
+  }
+  *num_bytes = static_cast<std::size_t>(array.nbytes());
+  return static_cast<std::byte*>(array.mutable_data());
+}
+
 void ArrayReader::Require(const py::object& object, const char* field) const {
   if (object.is_none()) {
     throw py::type_error(Name(field) + " is None; give a numpy.ndarray");

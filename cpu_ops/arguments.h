@@ -45,6 +45,10 @@ class ArrayReader {
   // May be None: nullptr. One double for each chunk of the segment.
   double* ChunkSums(const pybind11::object& object, const char* field);
 
+  // Of any type that is plain bytes, and of any length.
+  std::byte* Bytes(const pybind11::object& object, const char* field,
+                   std::size_t* num_bytes);
+
   // Throws if an optional field is None all the same.
   void Require(const pybind11::object& object, const char* field) const;
 

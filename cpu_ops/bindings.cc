@@ -18,6 +18,7 @@
 #include "rollback.h"
 #include "sink_bindings.h"
 #include "update.h"
+#include "zero.h"
 
 namespace py = pybind11;
 
@@ -168,6 +169,12 @@ class Kernels {
                   NarrowItems(kernels_, std::move(segments), NumThreads()));
   }
 
+  SubmittedPtr Zero(const py::iterable& items) {
+    ArrayReader reader;
+    const auto segments = ReadZeroSegments(items, reader);
+    return Submit(reader, ZeroItems(segments));
+  }
+
   void BindToCores(const std::vector<int>& cores) { pool_->BindToCores(cores); }
 
   void Close() {
@@ -244,6 +251,7 @@ PYBIND11_MODULE(_cpu_ops, module) {
       .def("accumulate", &Kernels::Accumulate, py::arg("segments"))
       .def("squares", &Kernels::Squares, py::arg("segments"))
       .def("narrow", &Kernels::Narrow, py::arg("segments"))
+      .def("zero", &Kernels::Zero, py::arg("segments"))
       .def("bind_to_cores", &Kernels::BindToCores, py::arg("cores"),
            py::call_guard<py::gil_scoped_release>())
       .def("close", &Kernels::Close);

@@ -15,11 +15,8 @@ namespace {
 // of float.
 constexpr std::size_t kBlockElems = 32;
 
-// How far ahead of the loads to prefetch, into the second-level cache. Chosen
-// on two other AVX-512 cores. On two Zen 5 cores of a busy machine, with 32M
-// parameters, 4 KiB took 1.05 of its time on one core; no prefetch took 0.91 to
-// 1.02 and 1 KiB 0.87 to 1.30, too noisy to choose by. There, loops of the same
-// loads and stores with next to no arithmetic took 0.89 to 1.05 of it.
+// How far ahead of the loads to prefetch, into the second-level cache; what
+// else was tried is in README.md.
 constexpr std::size_t kPrefetchBytes = 2048;
 
 constexpr std::size_t kCacheLineBytes = 64;

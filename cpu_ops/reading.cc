@@ -81,6 +81,18 @@ std::vector<NarrowSegment> ReadNarrowSegments(const py::iterable& items,
   return segments;
 }
 
+std::vector<ZeroSegment> ReadZeroSegments(const py::iterable& items,
+                                          ArrayReader& reader) {
+  std::vector<ZeroSegment> segments;
+  for (const py::handle& item : items) {
+    const py::tuple fields = reader.NextSegment(item, 1);
+    ZeroSegment segment{};
+    segment.start = reader.Bytes(fields[0], "array_out", &segment.num_bytes);
+    segments.push_back(segment);
+  }
+  return segments;
+}
+
 float RoundScalar(double x) {
   const ScopedDefaultFpMode fp_mode;
   float (*volatile round)(double) = &Rounded;  // not moved out of the scope

@@ -9,6 +9,7 @@
 #include "adam.h"
 #include "arguments.h"
 #include "segments.h"
+#include "zero.h"
 
 namespace sojax {
 
@@ -23,6 +24,8 @@ std::vector<SquaresSegment> ReadSquaresSegments(const pybind11::iterable& items,
                                                 ArrayReader& reader);
 std::vector<NarrowSegment> ReadNarrowSegments(const pybind11::iterable& items,
                                               ArrayReader& reader);
+std::vector<ZeroSegment> ReadZeroSegments(const pybind11::iterable& items,
+                                          ArrayReader& reader);
 
 // Returns the scalars of a step. Takes doubles and rounds them here, since the
 // caller may be in a mode where a small one would be rounded to zero.

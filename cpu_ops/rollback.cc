@@ -1,7 +1,8 @@
 #include "rollback.h"
 
-#include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -58,6 +59,17 @@ void StepChunk(const KernelTable& kernels, const AdamParams& params,
                                        chunk.piece.num_elems);
 }
 
+// The arrays of a record may start at any byte.
+std::int64_t LoadOffset(const Record& record, std::size_t index) {
+  std::int64_t offset;
+  std::memcpy(&offset, record.offsets + index, sizeof(offset));
+  return offset;
+}
+
+void StoreOffset(const Record& record, std::size_t index, std::int64_t offset) {
+  std::memcpy(record.offsets + index, &offset, sizeof(offset));
+}
+
 // The escapes of all chunks, which take their places as they come.
 class EscapeList {
  public:
@@ -76,17 +88,23 @@ class EscapeList {
         return false;
       }
     } while (!size_.compare_exchange_weak(start, start + count));
-    std::copy_n(escapes, count, record_.escapes + start);
-    record_.offsets[chunk.index] = static_cast<std::int64_t>(start);
+    // memcpy takes no null pointer, not even of nothing.
+    if (count != 0) {
+      std::memcpy(record_.escapes + start, escapes, count * sizeof(float));
+    }
+    StoreOffset(record_, chunk.index, static_cast<std::int64_t>(start));
     return true;
   }
 
-  void LeaveOut(const Chunk& chunk) { record_.offsets[chunk.index] = kLeftOut; }
+  void LeaveOut(const Chunk& chunk) {
+    StoreOffset(record_, chunk.index, kLeftOut);
+  }
 
   // To be called once for each chunk; the last call writes the total.
   void Finish() {
     if (++num_finished_ == num_chunks_) {
-      record_.offsets[num_chunks_] = static_cast<std::int64_t>(size_.load());
+      StoreOffset(record_, num_chunks_,
+                  static_cast<std::int64_t>(size_.load()));
     }
   }
 
@@ -128,8 +146,8 @@ void RecordChunk(const KernelTable& kernels, const AdamParams& params,
 // Returns the escapes from those of a chunk on.
 Escapes EscapesOf(const Record& record, const Chunk& chunk,
                   std::size_t num_chunks) {
-  const std::int64_t start = record.offsets[chunk.index];
-  const std::int64_t end = record.offsets[num_chunks];
+  const std::int64_t start = LoadOffset(record, chunk.index);
+  const std::int64_t end = LoadOffset(record, num_chunks);
   if (start < 0 || start > end ||
       static_cast<std::size_t>(end) > record.capacity) {
     throw std::logic_error("the offsets of the record are damaged");
@@ -183,7 +201,7 @@ Items FinishItems(const KernelTable& kernels, const AdamParams& params,
       std::move(segments), record,
       [&kernels, params, record](const AdamSegment& segment, const Chunk& chunk,
                                  std::size_t) {
-        if (record.offsets[chunk.index] == kLeftOut) {
+        if (LoadOffset(record, chunk.index) == kLeftOut) {
           StepChunk(kernels, params, segment, chunk);
         }
       });
@@ -196,7 +214,7 @@ Items UndoItems(const KernelTable& kernels, const AdamParams& params,
       std::move(segments), record,
       [&kernels, params, record, num_chunks](const AdamSegment& segment,
                                              const Chunk& chunk, std::size_t) {
-        if (record.offsets[chunk.index] == kLeftOut) return;
+        if (LoadOffset(record, chunk.index) == kLeftOut) return;
         const Escapes escapes = EscapesOf(record, chunk, num_chunks);
         const auto undo = kernels.layouts[segment.layout]
                               .undo[static_cast<std::size_t>(record.form)];
@@ -216,7 +234,7 @@ Items RedoItems(const KernelTable& kernels, const AdamParams& params,
       std::move(segments), record,
       [&kernels, params, new_params, record, num_chunks](
           const AdamSegment& segment, const Chunk& chunk, std::size_t) {
-        if (record.offsets[chunk.index] == kLeftOut) {
+        if (LoadOffset(record, chunk.index) == kLeftOut) {
           StepChunk(kernels, new_params, segment, chunk);
           return;
         }

@@ -8,19 +8,21 @@ Command:
   python -m experiments.adam_bench --params=134217728 --json=PATH
   `make bench-adam` does that with a Python for which it installs the peers.
 Hardware:
-  Any CPU, otherwise idle; 6 GiB of memory for 128M parameters.
+  Any CPU, otherwise idle; 16 GiB of memory for 128M parameters.
 Expected time:
   About ten minutes on two cores, and two minutes more the first time, when
   DeepSpeed's kernel is compiled.
 Expected result:
   Each of `ratios` within the bound of `_BOUNDS`.
 
-All contenders work on the same arrays in huge pages (but see adam/peers.py for
-optax), with one thread for each core. In each round every contender runs right
-before or right after the plain step: a pair. A ratio is the median, over the
-rounds, of its time over that of the plain step beside it. Rounds shuffle the
-order and get fresh gradients. Before all this, each contender takes one step
-of a small state and must agree with AdamW in float64.
+All contenders work with one thread for each core, and on the same arrays in
+huge pages, except for the other AdamWs: those are compared as their users have
+them, in memory that their own library allocates, and once more in our memory
+(`_shared_memory`, `_huge_pages`; see adam/peers.py). In each round every
+contender runs right before or right after the plain step: a pair. A ratio is
+the median, over the rounds, of its time over that of the plain step beside it.
+Rounds shuffle the order and get fresh gradients. Before all this, each
+contender takes one step of a small state and must agree with AdamW in float64.
 
 A pass goes through some hundred times the last-level cache, so that it finds
 none of its data there; `cache` says how much, and `is_cold` whether it is.
@@ -29,9 +31,10 @@ The settings are float32 gradients, and bfloat16 gradients with bfloat16
 weights written: 28 bytes per parameter each. `ratios` has one number for each
 comparison, the less favourable of the settings in which it was made.
 
-  stream: reads and writes the same arrays without arithmetic; the fastest of
+  stream: reads the same arrays and writes them as they were; the fastest of
     ordinary, non-temporal and (weights only) partly non-temporal stores, each
-    with prefetches 0, 1, 2 and 4 KiB ahead.
+    with prefetches 0, 1, 2 and 4 KiB ahead. changing_stream: the fastest of
+    those that change a bit of every float, as a step changes floats.
   three_pass: widens gradients, takes DeepSpeed's step, narrows masters.
   record3, record2: a step that can be taken back, with 3 or 2 bytes kept for
     each parameter. redo: takes back and steps again, in one pass.
@@ -53,6 +56,7 @@ from experiments.adam.arrays import Arrays
 from experiments.adam.pairing import (
   Contender,
   Pairs,
+  base_deciles,
   base_seconds,
   fastest,
   measure,
@@ -78,10 +82,15 @@ _COLD_CACHES = 32
 
 _KEYS = {
   "stream": "stream_over_ours",
+  "changing_stream": "changing_stream_over_ours",
   "deepspeed": "deepspeed_over_ours",
   "torch_fused": "torch_fused_over_ours",
   "optax": "optax_over_ours",
   "three_pass": "three_pass_over_ours",
+  "deepspeed_shared_memory": "deepspeed_shared_memory_over_ours",
+  "torch_fused_shared_memory": "torch_fused_shared_memory_over_ours",
+  "optax_huge_pages": "optax_huge_pages_over_ours",
+  "three_pass_shared_memory": "three_pass_shared_memory_over_ours",
   "record3": "record3_over_step",
   "record2": "record2_over_step",
   "redo": "redo_over_step",
@@ -90,10 +99,15 @@ _KEYS = {
 }
 _AT_LEAST = {
   "stream_over_ours": 0.93,
+  "changing_stream_over_ours": 0.93,
   "deepspeed_over_ours": 1.15,
   "torch_fused_over_ours": 1.05,
   "optax_over_ours": 2.0,
   "three_pass_over_ours": 2.1,
+  "deepspeed_shared_memory_over_ours": 1.15,
+  "torch_fused_shared_memory_over_ours": 1.05,
+  "optax_huge_pages_over_ours": 2.0,
+  "three_pass_shared_memory_over_ours": 2.1,
 }
 _AT_MOST = {
   "record3_over_step": 1.25,
@@ -143,19 +157,20 @@ class Bench:
     """Raises RuntimeError if not all contenders take the same step."""
     for setting in SETTINGS:
       arrays = Arrays(_CHECKED_PARAMS, self._pool)
-      optax = peers.Optax(arrays, setting).contender()
+      optax = [o.contender() for o in _optax(arrays, setting)]
       base = ours.step(arrays, setting, self._pool)
-      contenders = [base, optax, *self._others(arrays, setting)]
+      contenders = [base, *optax, *self._others(arrays, setting)]
       check_agreement(contenders, arrays, setting)
 
   def compare(self, arrays: Arrays, setting: Setting) -> dict[str, Any]:
     """Compares all contenders in one setting."""
     arrays.reset()
-    optax = peers.Optax(arrays, setting)
-    optax.check_in_place()
+    optax = _optax(arrays, setting)
+    for each in optax:
+      each.check_in_place()
     pairs = measure(
       ours.step(arrays, setting, self._pool),
-      [optax.contender(), *self._others(arrays, setting)],
+      [*(o.contender() for o in optax), *self._others(arrays, setting)],
       _PAIRS.value,
       between_rounds=_Refresh(arrays),
     )
@@ -168,7 +183,7 @@ class Bench:
         f"record{form}": count / (3 * arrays.num_params)
         for form, count in arrays.num_escapes.items()
       },
-      "optax_huge_page_share": optax.huge_page_share,
+      "huge_page_share": {o.contender().name: o.huge_page_share for o in optax},
     }
 
   def _others(self, arrays: Arrays, setting: Setting) -> list[Contender]:
@@ -178,6 +193,10 @@ class Bench:
     if self._torch_peers is not None:
       others += self._torch_peers.contenders(arrays, setting)
     return others
+
+
+def _optax(arrays: Arrays, setting: Setting) -> list[peers.Optax]:
+  return [peers.Optax(arrays, setting, huge_pages=h) for h in (False, True)]
 
 
 class _Refresh:
@@ -197,25 +216,32 @@ def summarise(pairs: Pairs) -> dict[str, Any]:
 
   Args:
     pairs: of each contender with the plain step. Those of streams have names
-      that begin with "stream"; the fastest counts.
+      that begin with "stream" or "changing_stream"; the fastest of each counts.
 
   Returns:
     "ratios": by key, the median and quartiles; "stream": the name of the
     fastest; "streams": the same of each stream; "median_s": seconds by
-    contender and of the plain "step"; "pairs": how many of each.
+    contender and of the plain "step"; "step_deciles_s": the nine of the
+    latter, which tell whether the machine was the same all the time; "pairs":
+    how many of each.
   """
   streams = {name: ratio(p) for name, p in pairs.items() if "stream" in name}
   stream = fastest(pairs, "stream")
+  chosen = {
+    "stream": stream,
+    "changing_stream": fastest(pairs, "changing_stream"),
+  }
   ratios = {
-    key: ratio(pairs[stream if name == "stream" else name])
+    key: ratio(pairs[chosen.get(name, name)])
     for name, key in _KEYS.items()
-    if name in pairs or name == "stream"
+    if chosen.get(name, name) in pairs
   }
   return {
     "ratios": ratios,
     "stream": stream,
     "streams": streams,
     "median_s": {"step": base_seconds(pairs), **median_seconds(pairs)},
+    "step_deciles_s": base_deciles(pairs),
     "pairs": len(pairs[stream]),
   }
 
@@ -242,7 +268,7 @@ def is_within(key: str, value: float) -> bool:
 
 
 def table(result: dict[str, Any]) -> str:
-  """Returns the ratios in Markdown, one row for each setting."""
+  """Returns the ratios and the sweep in Markdown, a row for each setting."""
   rows = ["| ratio | setting | median | quartiles | bound | within |"]
   rows.append("| --- | --- | --- | --- | --- | --- |")
   for key in _KEYS.values():
@@ -258,6 +284,15 @@ def table(result: dict[str, Any]) -> str:
           f"| {key} | {name} | {median:.3f} | {low:.3f}-{high:.3f} | {bound}"
           f" | {verdict} |"
         )
+  if result["sweep"]:
+    rows.append("\n| threads | setting | step, ms | GB/s | stream_over_ours |")
+    rows.append("| --- | --- | --- | --- | --- |")
+  for row in result["sweep"]:
+    rows.append(
+      f"| {row['threads']} | {row['setting']} | {1e3 * row['step_s']:.1f}"
+      f" | {row['gigabytes_per_s']:.1f}"
+      f" | {row['stream_over_ours']['median']:.3f} |"
+    )
   if not result["cache"]["is_cold"]:
     rows.append("\nNot cache-cold: raise --params.")
   return "\n".join(rows)
@@ -270,6 +305,7 @@ def _sweep(
   rows = []
   for setting in SETTINGS:
     name = settings[setting.name]["stream"]
+    num_bytes = setting.bytes_per_param * arrays.num_params
     for num_threads in thread_counts(len(os.sched_getaffinity(0))):
       with Pool(num_threads) as pool:
         pairs = measure(
@@ -282,6 +318,7 @@ def _sweep(
           "setting": setting.name,
           "threads": num_threads,
           "step_s": base_seconds(pairs),
+          "gigabytes_per_s": num_bytes / base_seconds(pairs) / 1e9,
           "stream": name,
           "stream_over_ours": ratio(pairs[name]),
         }
@@ -316,12 +353,14 @@ def _conditions(
       "is_cold": None if num_caches is None else num_caches >= _COLD_CACHES,
     },
     "huge_page_share": arrays.huge_page_share(),
+    "transparent_hugepage": memory.huge_page_policy(),
     "config": {
       "params": _PARAMS.value,
       "pairs": _PAIRS.value,
       "threads": pool.num_threads,
       "isa": pool.isa,
       "deepspeed_isa": torch_peers.deepspeed_isa if torch_peers else None,
+      "torch_isa": torch_peers.torch_isa if torch_peers else None,
       "peers": peers.versions() if torch_peers else None,
       "stream_compiler": " ".join(stream.command),
     },

@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sojax.calibrate import cpu_name
+
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers")
 
 
@@ -33,18 +35,9 @@ def _commit() -> str | None:
 
 def _machine() -> dict[str, Any]:
   return {
-    "cpu": _cpu_name(),
+    "cpu": cpu_name(),
     "cores": len(os.sched_getaffinity(0)),
     "python": platform.python_version(),
     "platform": platform.platform(),
     "packages": {name: metadata.version(name) for name in _PACKAGES},
   }
-
-
-def _cpu_name() -> str:
-  cpuinfo = Path("/proc/cpuinfo")
-  if cpuinfo.exists():
-    for line in cpuinfo.read_text().splitlines():
-      if line.startswith("model name"):
-        return line.split(":", 1)[1].strip()
-  return platform.processor() or platform.machine()

@@ -25,6 +25,10 @@ class Progress:
   """Steps whose gradient was scaled down."""
   skipped: int = 0
   """Steps whose gradient was not finite, and which changed nothing."""
+  speculated: int = 0
+  """Steps of which some updates ran ahead of their validation."""
+  taken_back: int = 0
+  """Those of them of which some update was undone or redone."""
   exposed_host_s: float = 0.0
   """Seconds in which the device waited for the host, over all steps."""
 
@@ -36,6 +40,8 @@ class Progress:
     self.final_loss = metrics.loss
     self.clipped += int(metrics.clipped)
     self.skipped += int(metrics.skipped)
+    self.speculated += int(metrics.speculated > 0)
+    self.taken_back += int(metrics.redone + metrics.undone > 0)
     self.exposed_host_s += metrics.exposed_host_s
 
 
@@ -128,6 +134,13 @@ class Reporter:
       "grad_norm": metrics.grad_norm,
       "clipped": float(metrics.clipped),
       "skipped": float(metrics.skipped),
+      "clip_scale": metrics.clip_scale,
+      "speculated": float(metrics.speculated),
+      "committed": float(metrics.committed),
+      "redone": float(metrics.redone),
+      "undone": float(metrics.undone),
+      "record_bytes": float(metrics.record_bytes),
+      "escapes": float(metrics.escapes),
       "exposed_host_s": metrics.exposed_host_s,
     }
     for name, value in scalars.items():

@@ -20,7 +20,8 @@ Expected result:
   accents, or has one token for all it does not know, is spared predicting
   them. initial_loss and final_loss are in nats per token, exposed_host_s is
   the mean per step of the time in which the device waited for the host, tflops
-  counts no recomputation.
+  counts no recomputation. With --plan=auto predicted_step_s is what was
+  expected of measured_step_s, and stderr says which plan that is and why.
 
 All else goes to stderr and into --out, where each run makes a numbered folder:
 checkpoints/, timeline.json (open it in ui.perfetto.dev), timeline.png, and
@@ -50,6 +51,7 @@ from experiments.interrupt import Interrupt
 from experiments.provenance import provenance
 from experiments.reporting import Progress, Reporter
 from sojax import data, models
+from sojax.auto import step_seconds
 
 flags.DEFINE_string(
   "data", None, "Text file, folder or .jsonl; else the standard library."
@@ -64,7 +66,7 @@ flags.DEFINE_integer("micro_batch", 8, "Rows of a batch.", 1)
 flags.DEFINE_integer("seq_len", 128, "Tokens that are predicted in a row.", 1)
 flags.DEFINE_float("learning_rate", 2e-3, "Peak learning rate.", 0.0)
 flags.DEFINE_string("precision", "fp32", "fp32 or bf16.")
-flags.DEFINE_string("plan", "auto", 'auto, or JSON: {"weights": "flow"}.')
+flags.DEFINE_string("plan", "{}", 'auto, or JSON: {"weights": "flow"}.')
 flags.DEFINE_integer("seed", 0, "Chooses weights and batches.", 0)
 flags.DEFINE_bool("resume", False, "Continue the newest run in --out.")
 FLAGS = flags.FLAGS
@@ -111,6 +113,8 @@ def main(argv: Sequence[str]) -> None:
   encoding = encodings.load(FLAGS.tokenizer)
   settings = settings_from_flags(corpus, encoding)
   with make_trainer(settings, FLAGS.plan) as trainer:
+    if trainer.auto is not None:
+      print(trainer.auto.explain(), file=sys.stderr)
     folder = find_folder(Path(FLAGS.out), resume=FLAGS.resume)
     progress = Progress()
     if FLAGS.resume:
@@ -221,6 +225,7 @@ def run(
   tokens_per_s = train(trainer, settings, tokens, progress, folder)
   checkpoint = save(trainer, settings, progress, folder)
   timeline = save_timeline(trainer, folder)
+  step_figures = compare_step(trainer)
   interrupted = progress.steps < settings.steps
   losses = {"validation_loss": math.nan, "bigram_loss": math.nan}
   if not interrupted:
@@ -232,6 +237,7 @@ def run(
   figures = {
     **dataclasses.asdict(progress),
     **losses,
+    **step_figures,
     "tokens_per_s": tokens_per_s,
     "tflops": 1e-12 * tokens_per_s * flops_per_token,
     "exposed_host_s": progress.exposed_host_s / progress.steps,
@@ -323,6 +329,25 @@ def save_timeline(trainer: sojax.Trainer, folder: Path) -> Path:
     shown = timeline.steps(last - _SHOWN_STEPS + 1, last)
     plots.save_timeline(shown, folder / "timeline.png")
   return path
+
+
+def compare_step(trainer: sojax.Trainer) -> dict[str, float]:
+  """Returns the seconds of a step as predicted for plan="auto", and measured.
+
+  NaN is what is not known. Prints them, if there is a prediction.
+  """
+  measured_s = step_seconds(trainer.timeline())
+  predicted_s = None
+  if trainer.auto is not None:
+    predicted_s = trainer.auto.step_s
+    print(trainer.auto.report(trainer.timeline()), file=sys.stderr)
+  return {
+    name: math.nan if seconds is None else seconds
+    for name, seconds in (
+      ("predicted_step_s", predicted_s),
+      ("measured_step_s", measured_s),
+    )
+  }
 
 
 def validate(

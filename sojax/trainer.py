@@ -13,26 +13,25 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from sojax import checkpoint
-from sojax.cluster.mesh import Placement
-from sojax.graph.schedule import schedule
+from sojax.auto import auto_plan
+from sojax.cluster.mesh import pinned_limit_bytes
 from sojax.graph.timeline import Timeline
 from sojax.models.loss import Loss
-from sojax.plan.account import make_account
 from sojax.plan.adamw import Optimizer
-from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
-from sojax.plan.plan import Plan, WireDtypes
-from sojax.programs.keep import make_keep_programs, trace_kept_bytes
-from sojax.programs.needs import trace_needs
-from sojax.programs.split_model import split_model
-from sojax.programs.stages import make_stage_programs
-from sojax.programs.trace import backward_order, trace_stages
+from sojax.plan.pinned import (
+  DEFAULT_PINNED_LIMIT_BYTES,
+  PINNED_LIMIT,
+  check_pinned_limit,
+)
+from sojax.plan.plan import Plan
 from sojax.runtime.batches import Batches
-from sojax.runtime.executor import Executor
 from sojax.runtime.metrics import StepMetrics
-from sojax.runtime.parts import Parts
 from sojax.runtime.run import StepError
-from sojax.runtime.step import Step
+from sojax.runtime.setup import Setup, make_setup
+from sojax.runtime.stepper import Stepper
+
+_DEFAULT_PLAN = Plan()
 
 
 class Trainer:
@@ -44,6 +43,7 @@ class Trainer:
     layout: the model cut into buckets.
     graph: the tasks of a step.
     account: bytes that the plan takes on host and device.
+    auto: if the plan was chosen here, why, and the step to expect; else None.
   """
 
   def __init__(
@@ -51,7 +51,7 @@ class Trainer:
     model: nnx.Module,
     optimizer: Optimizer,
     config: TrainConfig,
-    plan: str | Plan | Mapping[str, Any] = "auto",
+    plan: str | Plan | Mapping[str, Any] = _DEFAULT_PLAN,
     mesh: Mesh | None = None,
     trainable: Any = nnx.Param,
     loss: Loss | None = None,
@@ -65,7 +65,8 @@ class Trainer:
         jax.default_device of a CPU device.
       optimizer: from `sojax.adamw` or `sojax.partition`.
       config: batch, precision and clipping.
-      plan: "auto", a Plan, or a mapping of its switches.
+      plan: a Plan, a mapping of its switches, or "auto", which measures machine
+        and model, once, and takes the plan with the shortest predicted step.
       mesh: None for the first device, or a mesh with the axes "data" and "seq"
         (of one device), of any axis type: every device takes micro_batch rows
         of a micro-batch, and owns its part of weights and optimizer state.
@@ -76,72 +77,31 @@ class Trainer:
         `loss`, or next-token cross entropy of logits [B, T, vocabulary].
 
     Raises:
-      ValueError: for anything that does not fit together; nothing has been
-        started then.
+      ValueError: for what does not fit together; nothing is started then.
     """
     if not isinstance(config, TrainConfig):
       raise ValueError(f"config is a {type(config).__name__}; use TrainConfig")
-    self.config = config
-    self.plan = Plan.of(plan)
-    self._model = model
-    self._placement = Placement.of(mesh)
-    self._split = split_model(model, optimizer, trainable, loss)
-    shapes = trace_stages(
-      self._split, config.working_dtype, (config.micro_batch, config.seq_len)
-    )
-    self.layout = plan_buckets(
-      self._split.shape,
-      bucket_bytes=self.plan.bucket_bytes,
-      elem_bytes=WireDtypes.of(self.plan, config).grad_bytes,
-      device_buckets=self.plan.device_buckets,
-      num_shards=self._placement.num_devices,
-      backward_order=backward_order(self._split, shapes),
-    )
-    input_bytes = [shape.x.size * shape.x.dtype.itemsize for shape in shapes]
-    self.graph = schedule(self.layout, self.plan, config, input_bytes)
-    programs = make_stage_programs(
-      self._split,
-      self.layout,
-      shapes,
-      self.plan,
-      config,
-      self._placement,
-    )
-    keeping = make_keep_programs(programs, self.plan, self._placement)
-    self.account = make_account(
-      self.layout,
-      self.plan,
-      config,
-      input_bytes,
-      trace_kept_bytes(self._split, keeping, shapes),
-      trace_needs(self._split, programs, shapes),
-    )
-    vocab_size = getattr(model, "vocab_size", None)
-    self._batches = Batches(config, vocab_size, self._placement)
-    self._start(
-      Parts(
-        self._split,
-        self.layout,
-        self.plan,
-        config,
-        programs,
-        keeping,
-        self._placement,
-      )
-    )
 
-  def _start(self, parts: Parts) -> None:
-    """Starts the threads that carry out the tasks."""
-    self._parts = parts
-    self._state = parts.state
-    self._weights = parts.weights
-    self._compute = parts.compute
-    self._executor = Executor(
-      self.graph,
-      parts.actions(),
-      interrupt=parts.gradients_out.interrupt,
-      reset=parts.gradients_out.reset,
+    def take_apart(plan: Plan) -> Setup:
+      return make_setup(model, optimizer, config, plan, mesh, trainable, loss)
+
+    self.auto = auto_plan(take_apart) if plan == "auto" else None
+    setup = take_apart(self.auto.plan if self.auto else Plan.of(plan))
+    limit_bytes = pinned_limit_bytes(
+      setup.placement.platform, PINNED_LIMIT, DEFAULT_PINNED_LIMIT_BYTES
     )
+    check_pinned_limit(setup.account, limit_bytes)
+    self.config, self.plan = config, setup.plan
+    self.layout, self.graph = setup.layout, setup.graph
+    self.account = setup.account
+    self._model = model
+    self._setup = setup
+    vocab_size = getattr(model, "vocab_size", None)
+    self._batches = Batches(config, vocab_size, setup.placement)
+    self._stepper = Stepper(setup)
+    self._parts = self._stepper.parts
+    self._executor = self._stepper.executor
+    self._state = self._parts.state
     self._broken: StepError | None = None
     self._finalizer = weakref.finalize(self, self._executor.close)
 
@@ -159,13 +119,12 @@ class Trainer:
   def step(self, batch: Mapping[str, np.ndarray]) -> StepMetrics:
     """Starts a training step; returns when all device work is dispatched.
 
-    With accumulate="host" that is when the last micro-batch has been added up,
-    since the device's work waits for sums on the host.
+    With accumulate="host" that is when the last micro-batch has been added up.
 
     Args:
       batch: "tokens", int32 [accumulation * micro_batch * data ranks,
-        seq_len + 1], and perhaps "loss_mask", float32 or bool [.., seq_len]:
-        the weight of each predicted token. The arrays may be reused afterwards.
+        seq_len + 1], perhaps "loss_mask", float32 or bool [.., seq_len]: each
+        predicted token's weight. The arrays may be reused afterwards.
 
     Returns:
       The step's metrics, which wait when they are read.
@@ -176,18 +135,14 @@ class Trainer:
     """
     batches = self._batches.for_step(batch, self._state.scale.scale)
     with self._noting_failures():
-      self._executor.raise_if_failed()
-      state = self._state
-      step = Step(state.num_steps, batches, tuple(state.other), state.scale)
-      self._state.num_steps += 1
-      run = self._executor.run(step)
+      run = self._stepper.step(batches)
     return StepMetrics(run, last_stage=self.layout.model.num_stages - 1)
 
   def evaluate(self, batch: Mapping[str, np.ndarray]) -> float:
     """Returns the loss of a batch without training; dropout is off.
 
     Args:
-      batch: as for `step`, with any multiple of micro_batch * data ranks rows.
+      batch: as for `step`, of any multiple of micro_batch * data ranks rows.
 
     Returns:
       The loss summed over unmasked tokens, divided by their number.
@@ -198,7 +153,7 @@ class Trainer:
     """
     batches = self._batches.for_evaluation(batch)
     self.drain()
-    losses = self._compute.evaluate(batches, self._state.other)
+    losses = self._parts.compute.evaluate(batches, self._state.other)
     return float(np.sum([np.asarray(loss) for loss in losses]))
 
   def drain(self) -> None:
@@ -256,7 +211,7 @@ class Trainer:
     self._executor.settle()
     user_state = checkpoint.restore(Path(path), self._state)
     self._executor.forget_failure()
-    self._weights.load(self._state.masters())
+    self._parts.take_over_state()
     self._broken = None
     return user_state
 
@@ -265,14 +220,13 @@ class Trainer:
     return self._executor.timeline()
 
   def sync_model(self) -> Any:
-    """Writes what was trained into the model; returns the model.
+    """Writes what was trained, and other state, into the model; returns it.
 
-    Its Params get the masters, in their own dtypes and on their own devices;
-    its other state gets the trainer's.
+    Params keep their dtypes and devices.
     """
     self.drain()
     for index, (leaf, param) in enumerate(
-      zip(self._split.shape.leaves, self._split.params, strict=True)
+      zip(self._setup.split.shape.leaves, self._setup.split.params, strict=True)
     ):
       old = param.get_value()
       master = self._state.read(index, "master", 0, leaf.size)
@@ -281,13 +235,13 @@ class Trainer:
       param.set_value(
         jax.device_put(values, old.sharding) if on_device else values
       )
-    self._split.write_other(self._state.other)
+    self._setup.split.write_other(self._state.other)
     return self._model
 
   def close(self) -> None:
     """Ends the threads, after the work under way; may be called again."""
     self._finalizer()
-    self._parts.close()
+    self._stepper.close()
 
   def __enter__(self) -> "Trainer":
     return self
@@ -304,9 +258,29 @@ class Trainer:
       yield
     except StepError as error:
       if error.intact:
-        self._state.other = list(error.data.other_before)
-        self._state.scale = error.data.scale
-        self._state.num_steps = error.step
+        self._take_back(error)
       else:
         self._broken = error
       raise
+
+  def _take_back(self, error: StepError) -> None:
+    """Brings back the state before a step; interrupted, it is broken.
+
+    The failure is forgotten at last, since until then nothing else says that
+    there is a step to take back.
+
+    Raises:
+      StepError: the same, if that failed as well; the state is broken then.
+    """
+    step = error.data
+    self._broken, step.state_touched = error, True
+    try:
+      self._parts.take_back(step)
+    except Exception as another:
+      causes = [x for x in (error.__cause__, another) if x is not None]
+      raise error from BaseExceptionGroup("and taking it back", causes)
+    self._state.other = list(step.other_before)
+    self._state.scale = step.scale
+    self._state.num_steps = step.number
+    self._broken, step.state_touched = None, False
+    self._executor.forget_failure()

@@ -24,6 +24,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from sojax import array_store  # noqa: E402
+from sojax.host.arena import Arena  # noqa: E402
+from sojax.runtime import parts  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -38,6 +40,20 @@ def _fixed_seeds():
   """Seeds the global generators, whatever ran before."""
   random.seed(0)
   np.random.seed(0)
+
+
+@pytest.fixture
+def arenas(monkeypatch):
+  """Collects the arenas that trainers make."""
+  made = []
+
+  class CollectedArena(Arena):
+    def __init__(self, *args, **kwargs):
+      super().__init__(*args, **kwargs)
+      made.append(self)
+
+  monkeypatch.setattr(parts, "Arena", CollectedArena)
+  return made
 
 
 @pytest.fixture

@@ -46,7 +46,8 @@ def run(plan, *, num_steps=4, accumulation=1, **changes):
 
 @pytest.mark.parametrize("weights", ["stationary", "flow"])
 @pytest.mark.parametrize(
-  ("accumulation", "precision"), [(1, "fp32"), (3, "bf16")]
+  ("accumulation", "precision"),
+  [(1, "fp32"), pytest.param(3, "bf16", marks=pytest.mark.slow)],
 )
 def test_offloading_has_the_bits_of_recomputing(
   weights, accumulation, precision
@@ -56,6 +57,7 @@ def test_offloading_has_the_bits_of_recomputing(
   assert_same_bits(ours, run({}, **changes))
 
 
+@pytest.mark.slow
 def test_weights_that_flow_do_not_change_the_bits_of_mixed_policies():
   """Nor do bucket cuts: parameters are fetched again for what needs them."""
   plan = {"activations": MIXED}

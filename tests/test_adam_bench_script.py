@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -46,6 +47,7 @@ def test_summary_is_of_pairs_and_of_the_fastest_stream():
     "stream_ordinary_0": [(2.0, 2.0), (4.0, 4.0), (4.0, 4.0)],
     "stream_ordinary_1024": [(3.0, 4.0), (6.0, 8.0), (1.0, 8.0)],
     "stream_nontemporal_0": [(1.0, 1.0), (1.0, 1.0), (1.0, 1.0)],
+    "changing_stream_ordinary_0": [(2.0, 1.0), (4.0, 2.0), (8.0, 4.0)],
     # Ratios 1.5, 0.5, 2: not the ratio 3/4 of the medians.
     "deepspeed": [(3.0, 2.0), (2.0, 4.0), (8.0, 4.0)],
     "record3": [(2.0, 1.0), (3.0, 1.0), (4.0, 1.0)],
@@ -53,6 +55,7 @@ def test_summary_is_of_pairs_and_of_the_fastest_stream():
   summary = adam_bench.summarise(pairs)
   assert summary["ratios"] == {
     "stream_over_ours": {"median": 0.75, "quartiles": [0.4375, 0.75]},
+    "changing_stream_over_ours": {"median": 2.0, "quartiles": [2.0, 2.0]},
     "deepspeed_over_ours": {"median": 1.5, "quartiles": [1.0, 1.75]},
     "record3_over_step": {"median": 3.0, "quartiles": [2.5, 3.5]},
   }
@@ -63,9 +66,14 @@ def test_summary_is_of_pairs_and_of_the_fastest_stream():
     "stream_ordinary_0": 4.0,
     "stream_ordinary_1024": 3.0,
     "stream_nontemporal_0": 1.0,
+    "changing_stream_ordinary_0": 4.0,
     "deepspeed": 3.0,
     "record3": 3.0,
   }
+  # Of seven 1, three 2, six 4 and two 8, at places 1.7, 3.4, ... 15.3.
+  assert summary["step_deciles_s"] == pytest.approx(
+    [1, 1, 1, 1.8, 2, 4, 4, 4, 5.2]
+  )
   assert summary["pairs"] == 3
 
 
@@ -147,7 +155,7 @@ def test_all_contenders_without_peers_agree(arrays, pool, stream, setting):
     ours.step(arrays, setting, pool),
     *ours.variants(arrays, setting, pool),
     *stream.contenders(arrays, setting, 2),
-    peers.Optax(arrays, setting).contender(),
+    *(o.contender() for o in adam_bench._optax(arrays, setting)),
   ]
   names = [contender.name for contender in contenders]
   check_agreement(contenders, arrays, setting)
@@ -193,19 +201,23 @@ def test_a_contender_that_does_something_else_is_found(arrays, pool, setting):
 
 
 @every_setting
-def test_streams_write_what_was_there(pool, stream, setting):
+def test_streams_write_whole_blocks_and_change_a_bit_or_none(
+  pool, stream, setting
+):
   arrays = Arrays((1 << 17) + 100, pool)
   num_streamed = arrays.num_params // 32 * 32
   bits = arrays.p.view(np.uint32)
   high = (bits >> 16).astype(np.uint16)
   contenders = stream.contenders(arrays, setting, 3)
-  assert len(contenders) == (12 if setting.half else 8)
+  assert len(contenders) == (24 if setting.half else 16)
   for contender in contenders:
     before = [x.copy() for x in (arrays.p, arrays.mu, arrays.nu)]
     arrays.weight.fill(0)
     contender.run()
     for x, y in zip(before, (arrays.p, arrays.mu, arrays.nu), strict=True):
-      np.testing.assert_array_equal(x.view(np.uint32), y.view(np.uint32))
+      expected = x.view(np.uint32)
+      expected[:num_streamed] ^= contender.name.startswith("changing")
+      np.testing.assert_array_equal(expected, y.view(np.uint32))
     weight = arrays.weight.view(np.uint16)
     if setting.half:
       np.testing.assert_array_equal(weight[:num_streamed], high[:num_streamed])
@@ -271,6 +283,30 @@ def test_huge_pages_are_counted_around_the_ranges(monkeypatch):
   assert memory.huge_page_share([(0x1000, 1), (0x4FFF, 1)]) == 1.0
 
 
+def test_the_policy_of_huge_pages_is_the_one_in_brackets(monkeypatch):
+  monkeypatch.setattr("pathlib.Path.exists", lambda self: True)
+  monkeypatch.setattr(
+    "pathlib.Path.read_text", lambda self: "always [madvise] never\n"
+  )
+  assert memory.huge_page_policy() == "madvise"
+  monkeypatch.setattr("pathlib.Path.exists", lambda self: False)
+  assert memory.huge_page_policy() is None
+
+
+@every_setting
+def test_both_optaxes_read_the_gradients_of_the_round(arrays, setting):
+  own, huge = (o.contender() for o in adam_bench._optax(arrays, setting))
+  assert (own.name, huge.name) == ("optax", "optax_huge_pages")
+  for contender in (own, huge):
+    contender.run()
+  np.testing.assert_array_equal(own.state()[1], huge.state()[1])
+  arrays.refresh_grads(7)
+  for contender in (own, huge):
+    contender.before()
+    contender.run()
+  np.testing.assert_array_equal(own.state()[1], huge.state()[1])
+
+
 def test_missing_peers_are_named_with_what_installs_them(monkeypatch):
   monkeypatch.setattr(peers, "_PACKAGES", ("numpy", "no-such-a", "no-such-b"))
   with pytest.raises(
@@ -295,6 +331,9 @@ def test_script_writes_ratios_of_all_but_the_missing_peers(
     "deepspeed_over_ours",
     "torch_fused_over_ours",
     "three_pass_over_ours",
+    "deepspeed_shared_memory_over_ours",
+    "torch_fused_shared_memory_over_ours",
+    "three_pass_shared_memory_over_ours",
   }
   keys = set(adam_bench._KEYS.values()) - needs_peers
   assert set(result["ratios"]) == keys
@@ -308,8 +347,16 @@ def test_script_writes_ratios_of_all_but_the_missing_peers(
   assert not result["cache"]["is_cold"]
   assert result["config"]["params"] == 3200
   assert {"commit", "machine", "sweep", "huge_page_share"} < set(result)
-  assert {row["setting"] for row in result["sweep"]} == {"fp32", "bf16"}
+  counts = adam_bench.thread_counts(len(os.sched_getaffinity(0)))
+  swept = [(row["setting"], row["threads"]) for row in result["sweep"]]
+  assert swept == [(x, n) for x in ("fp32", "bf16") for n in counts]
+  for row in result["sweep"]:
+    assert row["gigabytes_per_s"] * row["step_s"] == pytest.approx(
+      28 * 3200 / 1e9
+    )
+  assert result["transparent_hugepage"] in {"always", "madvise", "never", None}
   shown = capsys.readouterr().out
+  assert "| 1 | fp32 | " in shown and "| 1 | bf16 | " in shown
   assert "| split_over_copy | bf16 | " in shown
   assert "| split_over_copy | fp32 | " not in shown
   assert "Not cache-cold" in shown

@@ -4,6 +4,7 @@ import gc
 import itertools
 import pathlib
 import re
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sojax.host.arena import Arena
+from sojax.host.kernels import Pool
+from tests.training import batches, trainer
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
@@ -97,6 +100,62 @@ def test_memory_is_private_advised_to_be_huge_and_not_yet_resident():
   flags = re.search(r"VmFlags: (.*)", entry)[1].split()
   assert "hg" in flags
   assert int(re.search(r"Rss: +(\d+) kB", entry)[1]) * 1024 <= HUGE_PAGE
+
+
+def resident_bytes(array):
+  """Bytes in RAM of the mapping that the array lies in."""
+  rss = re.search(r"Rss: +(\d+) kB", _mapping(array.ctypes.data))[1]
+  return int(rss) * 1024
+
+
+def num_faults():
+  """Page faults so far by threads of pools, and by this one."""
+  of_pools = 0
+  for task in pathlib.Path("/proc/self/task").iterdir():
+    name, _, fields = (task / "stat").read_text().rpartition(")")
+    faults = int(fields.split()[7])
+    if "(sojax-" in name:
+      of_pools += faults
+    elif int(task.name) == threading.get_native_id():
+      own = faults
+  return of_pools, own
+
+
+def test_a_pool_brings_all_pages_into_memory_by_its_threads():
+  num_pages = 100
+  with Pool(2) as pool:
+    of_pool, own = num_faults()
+    arena = Arena(num_pages * HUGE_PAGE - 7, pool=pool)
+    of_pool, own = (
+      x - y for x, y in zip(num_faults(), (of_pool, own), strict=True)
+    )
+  array = arena.empty(num_pages * HUGE_PAGE - 7, np.uint8)
+  assert resident_bytes(array) >= array.nbytes
+  assert not array.any()
+  # At most as many of this thread's are of what else it does.
+  assert of_pool >= num_pages > own
+
+
+def test_a_closed_pool_is_an_error():
+  pool = Pool(1)
+  pool.close()
+  with pytest.raises(ValueError, match="this pool is closed"):
+    Arena(100, pool=pool)
+
+
+@pytest.mark.parametrize("plan", [{}, {"accumulate": "host"}], ids=str)
+def test_host_buckets_and_sums_are_in_memory_before_the_first_step(
+  plan, arenas
+):
+  with trainer(plan, accumulation=2) as ours:
+    assert len(arenas) == 1 + len(plan)
+    before = [resident_bytes(arena._block) for arena in arenas]
+    for arena, num_bytes in zip(arenas, before, strict=True):
+      assert num_bytes >= arena.capacity_bytes > 0
+    for batch in batches(2, rows=8):
+      ours.step(batch)
+    ours.drain()
+    assert before == [resident_bytes(arena._block) for arena in arenas]
 
 
 def test_the_memory_lives_as_long_as_an_array():

@@ -14,6 +14,7 @@ from sojax.plan.buckets import (
   ModelShape,
   plan_buckets,
 )
+from sojax.plan.plan import Plan
 
 
 def model_shape(leaves, borrowed=None):
@@ -139,6 +140,38 @@ def test_device_buckets_are_the_trained_ones_that_finish_last():
   )
   homes = [(b.stage, b.group, b.on_device) for b in layout.buckets]
   assert homes == [(1, 0, False), (0, None, False), (0, 0, True), (0, 1, True)]
+
+
+@pytest.mark.parametrize(
+  ("ratio", "num_buckets", "on_device"),
+  [
+    (0.8, 20, 4),
+    (0.9, 10, 1),  # cut off, (1 - 0.9) * 10 is 0
+    (0.57, 100, 43),  # cut off, 0.57 * 100 is 56
+    (1 - 0.7, 10, 7),  # 0.30000000000000004
+    (0.29, 50, 35),  # 14.5 of the host become 15; as a float they are fewer
+    (np.float64(0.7), 5, 1),  # 3.5 become 4
+    (0.5, 5, 2),
+    (0.49, 5, 3),
+    (0.05, 10, 9),
+    (0.04, 10, 10),
+    (0, 3, 3),
+    (0.0, 3, 3),
+    (1, 3, 0),
+    (1e-320, 3, 3),
+  ],
+)
+def test_a_host_ratio_is_the_decimal_number_that_is_written(
+  ratio, num_buckets, on_device
+):
+  model = model_shape([(0, (1 << 14,), 0)] * num_buckets)
+  plan = Plan(host_ratio=ratio)
+  layout = plan_buckets(
+    model, bucket_bytes=1 << 16, elem_bytes=4, host_ratio=plan.host_ratio
+  )
+  assert [b.on_device for b in layout.buckets] == (
+    [False] * (num_buckets - on_device) + [True] * on_device
+  )
 
 
 def test_more_device_buckets_than_buckets_are_refused():

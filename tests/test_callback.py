@@ -61,7 +61,7 @@ def run(transport, model, plan, changes):
       "grad_norm": np.array([m.grad_norm for m in metrics]),
       **state_of(ours),
     }
-    spec = ours._compute._programs[-1].spec
+    spec = ours._parts.compute._programs[-1].spec
     assert (not spec.num_delivered) is (transport == "dma")
   return outcome
 
@@ -99,6 +99,7 @@ def test_ten_steps_have_the_bits_of_dma(model, plan, changes, transport):
     ("gpt", {"weights": "flow"}, {"precision": "bf16"}),
     ("ragged", {}, {"precision": "bf16"}),
     ("ragged", {"accumulate": "host"}, {"accumulation": 3}),
+    ("gpt", {"accumulate": "host"}, {"accumulation": 2}),
   ],
   ids=str,
 )
@@ -117,7 +118,7 @@ def test_io_callback_is_for_one_device():
 def test_only_a_model_of_one_stage_leaves_by_callback_unless_told():
   for model, transport in ((Whole(), "callback"), (Staged(), "dma")):
     with trainer(model=model) as ours:
-      specs = [programs.spec for programs in ours._compute._programs]
+      specs = [programs.spec for programs in ours._parts.compute._programs]
       assert {spec.transport for spec in specs} == {transport}
       for spec in specs:
         num_units = len(spec.units) if transport == "callback" else 0
@@ -129,7 +130,7 @@ def test_equal_stages_share_the_program_that_delivers():
   with trainer(plan, model=Staged(num_layers=5)) as ours:
     ours.step(batches(1)[0])
     ours.drain()
-    first, *others = ours._compute._programs[1:-1]
+    first, *others = ours._parts.compute._programs[1:-1]
     assert all(programs is first for programs in others)
     assert first.finish._jitted._cache_size() == 1
 

@@ -1,29 +1,33 @@
-"""Builds and runs the C++ tests, plain and with sanitizers."""
+"""Builds and runs the C++ tests, plain and with sanitizers; and Python's.
 
-import json
-import pathlib
+`make test-sanitize` is what has a sanitizer. It fails if the compiler lacks
+one, or if a fault goes unseen.
+"""
+
+import os
 import platform
-import subprocess
-import sysconfig
+import sys
 
 import jax
 import pytest
 
-_CPU_OPS = pathlib.Path(__file__).parents[1] / "cpu_ops"
-_CXX = (sysconfig.get_config_var("CXX") or "c++").split()[0]
+from tests.extension import (
+  COMPILE_ARGS,
+  CPU_OPS,
+  CXX,
+  ISA_ARGS,
+  Objects,
+  copy_package,
+  extension_objects,
+  run,
+  run_pytest,
+)
+
 _ARGS = [
-  "-std=c++17",
-  "-O1",
-  "-pthread",
-  "-ffp-contract=off",
-  "-Wall",
-  "-Wextra",
-  "-Wconversion",
-  "-Werror",
-  "-isystem",
-  jax.ffi.include_dir(),
+  *COMPILE_ARGS["all"],
+  *COMPILE_ARGS["warnings"],
+  *("-O1", "-pthread", "-isystem", jax.ffi.include_dir()),
 ]
-_ISA_ARGS = json.loads((_CPU_OPS / "isa_args.json").read_text())
 _KERNELS = [
   "dispatch.cc",
   "extents.cc",
@@ -32,64 +36,135 @@ _KERNELS = [
   "rollback.cc",
   "segments.cc",
   "update.cc",
-  *_ISA_ARGS[platform.machine()],
+  *ISA_ARGS[platform.machine()],
 ]
+_SANITIZED = [pytest.mark.slow, pytest.mark.sanitizer]
 # What is built together, and the test programs made of it. The sink's is linked
 # without Python: what programs call takes no GIL.
 _GROUPS = {
   "kernels": (_KERNELS, ["kernels_test", "pool_test"]),
   "sink": (["gradient_sink.cc", "gradient_out_cpu.cc"], ["gradient_sink_test"]),
 }
+# A fault that each sanitizer has to see.
+_FAULTS = {
+  "address": "int main(int n, char**) { int x[2] = {}; return (x + n)[1]; }",
+  "undefined": "int main(int n, char**) { return 0x7fffffff + n; }",
+  "thread": """
+    #include <thread>
+    int x = 0;
+    int main() {
+      std::thread other([] { ++x; });
+      ++x;
+      other.join();
+    }""",
+}
+_PYTHON_TESTS = [
+  "tests/test_kernels.py",
+  "tests/test_kernel_arguments.py",
+  "tests/test_kernel_calls.py",
+  "tests/test_kernel_fused.py",
+  "tests/test_kernel_queue.py",
+  "tests/test_kernel_sums.py",
+  "tests/test_kernel_threads.py",
+  "tests/test_record.py",
+  "tests/test_rollback.py",
+  "tests/test_sink.py",
+]
+# Overruns a block of the heap, after saying which extension was imported.
+_PYTHON_FAULT = """
+import ctypes
+from sojax import _cpu_ops
+print(_cpu_ops.__file__, flush=True)
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.memset(ctypes.c_void_p(libc.malloc(8)), 0, 9)
+"""
 
 
-def _run(*command):
-  result = subprocess.run(
-    [str(x) for x in command],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    timeout=600,
-  )
-  assert result.returncode == 0, result.stdout
+def _sanitizer_args(sanitizer):
+  return ["-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
 
 
-def _has_sanitizer(args, directory):
-  source = directory / "empty.cc"
-  source.write_text("int main() { return 0; }\n")
-  program = directory / "empty"
-  try:
-    _run(_CXX, *args, source, "-o", program)
-    _run(program)
-  except AssertionError:
-    return False
-  return True
+def _check_sanitizer(sanitizer, directory):
+  """Fails unless the faults are seen; says what the compiler lacks."""
+  for name in sanitizer.split(","):
+    source = directory / "fault.cc"
+    source.write_text(_FAULTS[name] + "\n")
+    program = directory / "fault"
+    args = ["-std=c++17", "-pthread", *_sanitizer_args(sanitizer)]
+    run(CXX, *args, source, "-o", program)
+    with pytest.raises(RuntimeError, match="Sanitizer|runtime error"):
+      run(program)
 
 
 @pytest.mark.parametrize(
-  "sanitizer",
+  ("group", "sanitizer"),
   [
-    "none",
-    pytest.param("address,undefined", marks=pytest.mark.slow),
-    pytest.param("thread", marks=pytest.mark.slow),
+    pytest.param("kernels", "none", marks=pytest.mark.slow),
+    ("sink", "none"),
+    *(
+      pytest.param(group, sanitizer, marks=_SANITIZED)
+      for group in _GROUPS
+      for sanitizer in ("address,undefined", "thread")
+    ),
   ],
 )
-@pytest.mark.parametrize("group", _GROUPS)
 def test_the_cpp_tests_pass(group, sanitizer, tmp_path):
   args = list(_ARGS)
   if sanitizer != "none":
-    args += ["-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    if not _has_sanitizer(args, tmp_path):
-      pytest.skip(f"{_CXX} has no -fsanitize={sanitizer} here")
+    _check_sanitizer(sanitizer, tmp_path)
+    args += _sanitizer_args(sanitizer)
   sources, programs = _GROUPS[group]
-  objects = [_compile(source, args, tmp_path) for source in sources]
   for program in programs:
-    main = _compile(f"tests/{program}.cc", args, tmp_path)
-    _run(_CXX, *args, *objects, main, "-o", tmp_path / program)
-    _run(tmp_path / program)
+    objects = Objects(
+      sources=CPU_OPS,
+      directory=tmp_path,
+      names=[*sources, f"tests/{program}.cc"],
+      compiler=CXX,
+      args=args,
+      machine=platform.machine(),
+    )
+    missing = [x for x in objects.names if not objects.object(x).exists()]
+    objects.compile(missing)
+    objects.link(tmp_path / program, *args)
+    run(tmp_path / program)
 
 
-def _compile(source, args, directory):
-  target = directory / (pathlib.Path(source).stem + ".o")
-  isa_args = _ISA_ARGS[platform.machine()].get(source, [])
-  _run(_CXX, *args, *isa_args, "-c", _CPU_OPS / source, "-o", target)
-  return target
+def _sanitized_python():
+  """The environment of a Python that loads sanitized extensions."""
+  names = ["libasan.so", "libubsan.so"]
+  # Without it ASan finds no exceptions to intercept when Python starts.
+  names.append("libstdc++.so")
+  paths = [run(CXX, f"-print-file-name={name}").strip() for name in names]
+  return {
+    **os.environ,
+    "LD_PRELOAD": " ".join(paths),
+    # Python and jax leave much of their memory to the end of the process.
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    # Objects in blocks of their own, so that ASan sees their ends.
+    "PYTHONMALLOC": "malloc",
+  }
+
+
+@pytest.mark.slow
+@pytest.mark.sanitizer
+def test_the_python_tests_of_the_kernels_pass_with_sanitizers(tmp_path):
+  sanitizer = "address,undefined"
+  _check_sanitizer(sanitizer, tmp_path)
+  args = ["-O1", *_sanitizer_args(sanitizer)]
+  objects = extension_objects(CPU_OPS, tmp_path / "objects", args)
+  objects.compile(objects.names)
+  package = tmp_path / "package"
+  extension = copy_package(package)
+  objects.link(extension, "-shared", *objects.args)
+  env = _sanitized_python()
+  fault = [sys.executable, "-c", _PYTHON_FAULT]
+  with pytest.raises(
+    RuntimeError, match=rf"{extension}\n(.|\n)*heap-buffer-overflow"
+  ):
+    run(*fault, cwd=package, env=env)
+  # Of what a fault prints pytest must not capture anything: it dies of it.
+  args = ["--capture=sys", "-m", "not slow"]
+  result = run_pytest(package, *args, *_PYTHON_TESTS, env=env)
+  assert result.returncode == 0, result.stdout

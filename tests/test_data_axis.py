@@ -68,7 +68,7 @@ def test_plans_do_not_change_a_bit(plan):
       return state_of(ours)
 
   data = [{"tokens": b["tokens"] % 251} for b in batches(4, rows=ROWS)]
-  assert_same_bits(run(plan), run("auto"))
+  assert_same_bits(run(plan), run({}))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_every_rank_drops_units_of_its_own():
   model = small_gpt(dropout=0.5)
   batch = {"tokens": np.repeat(batches(1, rows=1)[0]["tokens"], 8, axis=0)}
   with on_ranks(8, model=model, adamw=sojax.adamw(0.0)) as ours:
-    last = ours._compute._programs[-1]
+    last = ours._parts.compute._programs[-1]
     finish, seen = last.finish, []
 
     def watching(params, other, x, *rest):
@@ -239,12 +239,12 @@ def test_the_account_is_that_of_the_arrays():
     ]  # a shard seen alone is an array as well
     host, device = ours.account.host, ours.account.device
     state = ours._state
-    masters = [b.arrays["master"] for b in state.host.values()]
+    masters = [b.masters.array for b in state.host.values()]
     assert host["masters"] == sum(x.nbytes for x in masters)
     pinned = [x for x in new if x.sharding.memory_kind == "pinned_host"]
     assert host["ring"] == sum(x.nbytes for x in pinned)
     states = jax.tree.leaves(state.device)
     assert device["device_buckets"] == sum(x.nbytes for x in states) // 8
-    weights = ours._weights._parameters._units.values()
+    weights = ours._parts.weights._parameters._units.values()
     on_all = sum(unit.nbytes for units in weights for unit in units)
     assert device["weights"] == on_all // 8

@@ -71,7 +71,9 @@ def test_eight_devices_train_on_few_cores(cores, gradients_out):
   assert result["losses"][-1] < result["losses"][0]
 
 
-@pytest.mark.parametrize("threads", [None, "2"])
+@pytest.mark.parametrize(
+  "threads", [None, pytest.param("2", marks=pytest.mark.slow)]
+)
 def test_without_threads_enough_programs_run_one_at_a_time(threads):
   """And the trainer says so, where jax needs it."""
   few = run({"bucket_bytes": 1 << 18}, threads=threads)

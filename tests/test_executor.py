@@ -3,6 +3,7 @@
 import queue
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -165,6 +166,21 @@ def test_the_timeline_has_every_span_within_its_lane_in_order():
       assert before.end_s <= after.start_s
 
 
+def test_drain_raises_a_failure_though_later_steps_have_ended():
+  recorder = Recorder(hold=[(1, 8)], fail_wait=[(1, 8)])
+  executor = Executor(graph(), recorder.actions())
+  for number in range(4):
+    executor.run(step(number))
+  all_issued = threading.Event()
+  executor._host.submit(all_issued.set)
+  assert all_issued.wait(60)
+  recorder.gates[1, 8].set()
+  executor.settle()
+  with pytest.raises(StepError, match="step 1 failed in .weight_in"):
+    executor.drain()
+  executor.close()
+
+
 @pytest.mark.parametrize("index", range(9))
 @pytest.mark.parametrize("where", ["fail_issue", "fail_wait"])
 def test_a_failure_anywhere_stops_the_step_and_names_it(index, where):
@@ -192,6 +208,9 @@ def test_steps_go_on_after_a_failure_that_left_the_state_intact():
   with pytest.raises(StepError, match="the state is the one before it"):
     executor.run(step(1))
   recorder.fail_issue.clear()
+  with pytest.raises(StepError):  # until it was dealt with
+    executor.run(step(1))
+  executor.forget_failure()
   executor.run(step(1)).wait_done()
   executor.drain()
   executor.close()
@@ -255,6 +274,7 @@ def test_an_interrupt_between_tasks_hangs_nothing(where, monkeypatch):
   monkeypatch.undo()
   with pytest.raises(StepError):
     executor.drain()
+  executor.forget_failure()
   executor.run(step(0)).wait_done()
   executor.close()
 
@@ -362,3 +382,44 @@ def test_a_first_forward_does_not_count_as_busy_while_it_waits():
   transfer = spans[0, "weight_in bucket=1"]
   assert spans[1, "forward stage=0 micro=0"].start_s >= transfer.end_s
   executor.close()
+
+
+class _Program:
+  """What a program returns that says when it has ended."""
+
+  def __init__(self, log, error=None):
+    self.log, self.error = log, error
+
+  def block_until_ready(self):
+    self.log.append("ended")
+    if self.error is not None:
+      raise self.error
+
+
+@pytest.mark.parametrize(
+  "error", [None, jax.errors.JaxRuntimeError("delivered to nobody")]
+)
+def test_a_backward_that_an_interrupt_left_alone_has_ended_before_a_reset(
+  error,
+):
+  """Else its deliveries would come in the next step."""
+  log = []
+  recorder = Recorder()
+
+  def backward(task, under_way):
+    del task
+    under_way.newest_backward = _Program(log, error)
+    raise KeyboardInterrupt
+
+  executor = Executor(
+    graph(),
+    {**recorder.actions(), K.BACKWARD: backward},
+    reset=lambda: log.append("reset"),
+  )
+  try:
+    with pytest.raises(KeyboardInterrupt):
+      executor.run(step(0))
+    executor.forget_failure()
+    assert log == ["ended", "reset"]
+  finally:
+    executor.close()

@@ -443,6 +443,17 @@ def test_abstract_25b_takes_no_memory():
   assert model.head.table is model.embed.tokens
 
 
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1}, {"tie_head": False}])
+def test_an_abstract_model_is_the_shape_of_a_real_one(changes):
+  """Though only one of its blocks is traced. Oracle: all of it, traced."""
+  config = dataclasses.replace(CONFIG, num_layers=3, **changes)
+  ours = nnx.split(abstract_gpt(config))
+  theirs = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+  assert ours == theirs
+  blocks = abstract_gpt(config).blocks
+  assert len({id(block.mlp.up.kernel) for block in blocks}) == 3
+
+
 def test_sequence_longer_than_the_positions_is_refused():
   with pytest.raises(ValueError, match="21 tokens .* max_seq_len=20; shorten"):
     build()(tokens(1, 21))

@@ -197,7 +197,7 @@ def test_the_caller_dispatches_every_program_and_the_host_thread_adds(weights):
       ours.step(batch)
     ours.drain()
   caller = threading.current_thread().name
-  on_host = {K.HOST_ACCUMULATE, K.HOST_UPDATE}
+  on_host = {K.HOST_SCALARS, K.HOST_ACCUMULATE, K.HOST_UPDATE}
   if weights == "stationary":
     on_host.add(K.WEIGHT_IN)
   for kind, threads in seen.items():

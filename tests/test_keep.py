@@ -150,11 +150,11 @@ def test_gradients_are_those_of_recomputation(module, last_micro):
 
 def compiled(ours, stage):
   """Returns what GPT's programs of a stage compile to, keeping or not."""
-  keeping = ours._compute._keep_programs[stage]
-  recomputing = ours._compute._programs[stage]
+  keeping = ours._parts.compute._keep_programs[stage]
+  recomputing = ours._parts.compute._programs[stage]
   params = tuple(
     jax.ShapeDtypeStruct(ours.layout.model.leaves[i].shape, np.float32)
-    for i in ours._split.used[stage]
+    for i in ours._setup.split.used[stage]
   )
   x = jax.ShapeDtypeStruct((16, 24, 64), np.float32)
   y, _, kept = keeping.forward.eval_shape(params, (), x)
@@ -186,12 +186,12 @@ def test_compiled_programs_neither_recompute_nor_copy_parameters():
 
 def test_equal_stages_share_their_programs():
   with trainer({"activations": "keep"}, model=small_gpt(num_layers=3)) as ours:
-    keeping = ours._compute._keep_programs
+    keeping = ours._parts.compute._keep_programs
     assert sorted(keeping) == [0, 1, 2, 3]
     assert keeping[1] is keeping[2] is keeping[3]
     named = ("recompute", "offload", "keep", "keep", "keep")
     some = make_keep_programs(
-      ours._compute._programs, Plan(activations=named), PLACEMENT
+      ours._parts.compute._programs, Plan(activations=named), PLACEMENT
     )
     assert sorted(some) == [2, 3]
 

@@ -137,7 +137,7 @@ FAULTS = {
   "float16": (lambda x: x.astype(F16), ValueError, "dtype float16"),
   "bfloat16": (lambda x: x.astype(BF16), ValueError, "dtype bfloat16"),
   "int32": (lambda x: x.astype(np.int32), ValueError, "dtype int32"),
-  "uint16": (lambda x: x.astype(np.uint16), ValueError, "dtype uint16"),
+  "uint16": (lambda x: np.ones(x.size, np.uint16), ValueError, "dtype uint16"),
   "bytes": (lambda x: x.view("V2"), ValueError, ""),
   "swapped": (byte_swapped, ValueError, "dtype >"),
   "strided": (strided, ValueError, "stride"),

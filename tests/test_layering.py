@@ -17,6 +17,7 @@ _MAX_LINES = 500
 # Top to bottom: a part may import itself and the parts after it.
 _LAYERS = (
   "trainer",
+  "auto",
   "calibrate",
   "checkpoint",
   "array_store",

@@ -60,7 +60,9 @@ def test_overflows_leave_no_trace_and_the_scale_follows_its_rule(plan):
       if finite:
         theirs._state.scale = dataclasses.replace(
           theirs._state.scale,
-          scale=jax.device_put(np.float32(value), theirs._placement.device),
+          scale=jax.device_put(
+            np.float32(value), theirs._setup.placement.device
+          ),
         )
         assert not theirs.step(batch).skipped
     found = state_of(theirs)
@@ -148,6 +150,17 @@ def test_too_many_skips_in_a_row_stop_training_and_lose_nothing():
     after = state_of(ours)
     assert after.pop("num_steps") == before.pop("num_steps") + 2
     assert_same_bits(after, before)
+
+
+def test_a_restore_counts_skips_in_a_row_anew(tmp_path):
+  good, *bad = batches(5)
+  bad = [inf_mask(batch) for batch in bad]
+  with trainer(max_consecutive_skips=3) as ours:
+    ours.step(good)
+    ours.save(tmp_path)
+    for _ in range(2):
+      assert ours.step(bad[0]).skipped and ours.step(bad[1]).skipped
+      ours.restore(tmp_path)
 
 
 def test_an_overflow_at_scale_1_stops_training():

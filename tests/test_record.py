@@ -6,7 +6,6 @@ Oracles: the NumPy twins, and the state before.
 import numpy as np
 import pytest
 
-from sojax.host import record as record_module
 from sojax.host.kernels import Pool
 from sojax.host.operations import (
   AdamwStep,
@@ -17,6 +16,7 @@ from sojax.host.operations import (
 )
 from sojax.host.record import new_record
 from sojax.host.segments import NarrowSegment
+from sojax.plan import records
 from tests.kernel_cases import (
   BF16,
   F16,
@@ -281,8 +281,8 @@ def test_the_cap_of_escapes_has_bounds(cap):
 def test_the_sizes_of_a_record_are_those_of_the_kernels():
   from sojax import _cpu_ops
 
-  assert record_module._CHUNK_ELEMS == _cpu_ops.RECORD_CHUNK_ELEMS
-  assert record_module._GROUP_ELEMS == _cpu_ops.RECORD_GROUP_ELEMS
+  assert records.CHUNK_ELEMS == _cpu_ops.RECORD_CHUNK_ELEMS
+  assert records.GROUP_ELEMS == _cpu_ops.RECORD_GROUP_ELEMS
   record = new_record([100, 0, CHUNK + 1])
   assert record.codes.size == 3 * (128 + CHUNK + 64)
   assert record.escapes.size == (100 + CHUNK + 1) // 2 // 4

@@ -18,6 +18,13 @@ class _Step:
   grad_norm: float = 2.0
   clipped: bool = False
   skipped: bool = False
+  clip_scale: float = 1.0
+  speculated: int = 0
+  committed: int = 0
+  redone: int = 0
+  undone: int = 0
+  record_bytes: int = 0
+  escapes: int = 0
   exposed_host_s: float = 0.25
 
   @property
@@ -73,15 +80,18 @@ def test_progress_goes_on_from_what_it_was(tmp_path):
     steps=2, initial_loss=12.5, final_loss=9.0, clipped=1, exposed_host_s=1.0
   )
   with _reporter(tmp_path, progress) as reporter:
-    reporter.add(_Step(2, [], clipped=True))
-    reporter.add(_Step(3, [], skipped=True))
+    reporter.add(_Step(2, [], clipped=True, speculated=7, redone=7))
+    reporter.add(_Step(3, [], skipped=True, speculated=7, undone=1))
+    reporter.add(_Step(4, [], speculated=7, committed=7))
   assert progress == Progress(
-    steps=4,
+    steps=5,
     initial_loss=12.5,
-    final_loss=7.0,
+    final_loss=6.0,
     clipped=2,
     skipped=1,
-    exposed_host_s=1.5,
+    speculated=3,
+    taken_back=2,
+    exposed_host_s=1.75,
   )
 
 
@@ -100,13 +110,22 @@ def test_speed_leaves_the_first_step_out(tmp_path, monkeypatch):
 def test_log_holds_every_scalar_of_every_step(tmp_path):
   with _reporter(tmp_path, Progress()) as reporter:
     for step in range(3):
-      reporter.add(_Step(step, [], clipped=step == 1))
+      figures = {"speculated": 9, "committed": 4, "redone": 3, "undone": 2}
+      figures |= {"record_bytes": 900, "escapes": step, "clip_scale": 0.5}
+      reporter.add(_Step(step, [], clipped=step == 1, **figures))
   expected = {}
   for step in range(3):
     expected["loss", step] = 10.0 - step
     expected["grad_norm", step] = 2.0
     expected["clipped", step] = float(step == 1)
     expected["skipped", step] = 0.0
+    expected["clip_scale", step] = 0.5
+    expected["speculated", step] = 9.0
+    expected["committed", step] = 4.0
+    expected["redone", step] = 3.0
+    expected["undone", step] = 2.0
+    expected["record_bytes", step] = 900.0
+    expected["escapes", step] = float(step)
     expected["exposed_host_s", step] = 0.25
   assert _scalars(tmp_path) == expected
 

@@ -64,6 +64,7 @@ def edges(graph, dep="deps"):
 def test_a_stationary_step_has_the_edges_of_the_design():
   graph = graph_of(num_blocks=1)
   assert edges(graph) == {
+    "host_scalars": [],
     "forward stage=0 micro=0": [],
     "forward stage=1 micro=0": ["forward stage=0 micro=0"],
     "backward stage=2 micro=0": ["forward stage=1 micro=0"],
@@ -72,7 +73,10 @@ def test_a_stationary_step_has_the_edges_of_the_design():
     "grad_out stage=1 bucket=1 micro=0": ["backward stage=1 micro=0"],
     "backward stage=0 micro=0": ["backward stage=1 micro=0"],
     "grad_out stage=0 bucket=2 micro=0": ["backward stage=0 micro=0"],
-    "validate": [f"backward stage={stage} micro=0" for stage in (2, 1, 0)],
+    "validate": [
+      *(f"backward stage={stage} micro=0" for stage in (2, 1, 0)),
+      "host_scalars",
+    ],
     **{
       name: deps
       for stage, bucket in ((2, 0), (1, 1), (0, 2))
@@ -99,6 +103,9 @@ def test_a_stationary_step_has_the_edges_of_the_design():
     "weight_in stage=0 bucket=2",
   ]
   assert carried["validate"] == ["validate"]
+  assert carried["host_scalars"] == ["validate"]
+  updates = [t.bucket for t in of_kind(graph, TaskKind.HOST_UPDATE)]
+  assert updates == [2, 1, 0], "the next forward needs the last one first"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import sojax
+from sojax.host.casts import SeparatelyCastBucket
 from sojax.models.gpt import abstract_gpt
 from sojax.models.presets import gpt
 from sojax.plan.account import make_account
@@ -93,6 +94,19 @@ def test_a_preset_larger_than_any_memory_is_planned_without_any(preset):
   assert len(jax.live_arrays()) <= before
 
 
+def wide_of(bucket):
+  """Returns the arrays that a host bucket's gradients are widened to."""
+  separate = isinstance(bucket, SeparatelyCastBucket)
+  return (bucket._wide or []) if separate else []
+
+
+def bytes_spanned(arrays):
+  """Returns the bytes between the ends of arrays that may share memory."""
+  starts = [x.ctypes.data for x in arrays]
+  ends = [x.ctypes.data + x.nbytes for x in arrays]
+  return max(ends, default=0) - min(starts, default=0)
+
+
 def test_the_account_is_that_of_the_arrays():
   """Oracle: the arrays that a Trainer allocates, counted one by one."""
   for plan in (
@@ -100,6 +114,7 @@ def test_the_account_is_that_of_the_arrays():
     {"bucket_bytes": 1 << 16, "ring_slots": 1},
     {"weights": "flow", "bucket_bytes": 1 << 16, "weight_cast": "device"},
     {"bucket_bytes": 1 << 16, "device_buckets": 3},
+    {"bucket_bytes": 1 << 16, "grad_cast": "host_separate"},
   ):
     model = small_gpt(vocab_size=1000)
     config = TrainConfig(micro_batch=2, seq_len=8, precision="bf16")
@@ -107,17 +122,19 @@ def test_the_account_is_that_of_the_arrays():
     with sojax.Trainer(model, sojax.adamw(1e-3), config, plan) as ours:
       new = [x for x in jax.live_arrays() if id(x) not in before]
       host, device = ours.account.host, ours.account.device
-      arrays = [b.arrays for b in ours._state.host.values()]
-      assert host["masters"] == sum(a["master"].nbytes for a in arrays)
-      moments = sum(a["mu"].nbytes + a["nu"].nbytes for a in arrays)
+      buckets = ours._state.host.values()
+      assert host["masters"] == sum(b.masters.array.nbytes for b in buckets)
+      moments = sum(x.nbytes for b in buckets for x in b.moments.values())
       assert host["moments"] == moments
       pinned = [x for x in new if x.sharding.memory_kind == "pinned_host"]
       assert host["ring"] + host["working_copy"] == sum(
         x.nbytes for x in pinned
       )
+      wide = [x for b in buckets for xs in wide_of(b) for x in xs]
+      assert host["wide_gradients"] == bytes_spanned(wide)
       states = jax.tree.leaves(ours._state.device)
       assert device["device_buckets"] == sum(x.nbytes for x in states)
-      num_params = sum(np.prod(p.shape) for p in ours._split.params)
+      num_params = sum(np.prod(p.shape) for p in ours._setup.split.params)
       if "weights" not in plan:
         assert device["weights"] == 2 * num_params
       assert ours.account.host_bytes == sum(host.values())

@@ -38,12 +38,14 @@ def test_busy_and_idle_match_the_hand_worked_schedule():
     2.0,
     0.0,
     5.5,
+    0.0,
   ]
   assert [recorded.idle_s(lane) for lane in timeline.LANES] == [
     5.0,
     8.0,
     10.0,
     4.5,
+    10.0,
   ]
 
 
@@ -71,19 +73,20 @@ def test_random_schedules_agree_with_unit_sampling():
     for _ in range(random_source.randrange(1, 12)):
       start = random_source.randrange(20)
       end = start + random_source.randrange(6)
-      lane = random_source.choice(("device", "host"))
+      lane = random_source.choice(("device", "host", "network"))
       spans.append(timeline.Span("x", lane, 0, start, end))
     window = range(min(s.start_s for s in spans), max(s.end_s for s in spans))
     busy = {
       lane: {
         t for s in spans if s.lane == lane for t in range(s.start_s, s.end_s)
       }
-      for lane in ("device", "host")
+      for lane in ("device", "host", "network")
     }
     recorded = timeline.Timeline(spans)
     assert recorded.busy_s("device") == len(busy["device"])
     assert recorded.idle_s("host") == len(set(window) - busy["host"])
-    assert recorded.exposed_host_s() == len(busy["host"] - busy["device"])
+    exposed = busy["host"] - busy["device"] - busy["network"]
+    assert recorded.exposed_host_s() == len(exposed)
 
 
 def test_without_host_work_nothing_is_exposed():
@@ -187,3 +190,33 @@ def test_impossible_span_is_refused(span, reason):
 def test_unknown_lane_is_refused():
   with pytest.raises(ValueError, match="lane='hots' is unknown"):
     _hand_worked().busy_s("hots")
+
+
+def test_a_cycle_is_cut_out_between_the_ends_of_steps():
+  # Step 1 ends at 5, step 2 at 9. "b" began before, "c" goes on after.
+  recorded = timeline.Timeline(
+    (
+      timeline.Span("a", "device", 1, 0.0, 4.0, bytes=1),
+      timeline.Span("z", "host", 1, 4.0, 5.0, bytes=2),
+      timeline.Span("b", "device", 2, 4.5, 7.0, bytes=4),
+      timeline.Span("y", "host", 2, 8.5, 9.0, bytes=8),
+      timeline.Span("c", "device", 3, 8.0, 12.0, bytes=16),
+      timeline.Span("d", "host", 3, 9.0, 10.0),
+    )
+  )
+  cycle = recorded.cycle(2, 2)
+  cut = [(s.name, s.start_s, s.end_s, s.bytes) for s in cycle.spans]
+  assert cut == [
+    ("b", 5.0, 7.0, 4),
+    ("c", 8.0, 9.0, 0),
+    ("y", 8.5, 9.0, 8),
+  ]
+  assert (cycle.window, cycle.window_s()) == ((5.0, 9.0), 4.0)
+  assert cycle.idle_s("device") == 1.0
+  assert cycle.idle_s("h2d") == 4.0
+  assert cycle.exposed_host_s() == 0.0
+
+
+def test_a_cycle_of_steps_that_are_not_there_is_refused():
+  with pytest.raises(ValueError, match="no span of step 0; its steps are"):
+    _hand_worked().cycle(1, 2)

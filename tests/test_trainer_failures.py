@@ -262,7 +262,7 @@ def test_a_failure_while_weights_are_unpacked_leaves_none_stale(monkeypatch):
   with trainer() as ours, trainer() as theirs:
     ours.step(data[0])
     ours.drain()
-    unpacker = ours._weights._parameters._unpacker
+    unpacker = ours._parts.weights._parameters._unpacker
     monkeypatch.setattr(
       unpacker, "unpack", lambda *args: (_ for _ in ()).throw(Broken("unpack"))
     )

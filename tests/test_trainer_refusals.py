@@ -16,10 +16,12 @@ from tests.training import (
   assert_same_bits,
   batches,
   config,
+  mesh_of,
   optimizer,
   small_gpt,
   state_of,
   trainer,
+  watching,
 )
 
 TOKENS = batches(1)[0]["tokens"]
@@ -208,8 +210,21 @@ def test_stages_without_parameters_and_with_scalars_train(precision, weights):
     ),
     ({"model": Pooled()}, r"must return logits \(4, 24, 'vocabulary size'\)"),
     ({"model": Chain("Double", loss="vector")}, r"shape \(4, 24\); it must be"),
-    ({"plan": None}, "plan is a NoneType"),
+    ({"plan": None}, "plan=None is neither a Plan"),
     ({"plan": {"pool_threads": 5000}}, "num_threads=5000"),
+    ({"plan": {"pool_cores": (99999,)}}, r"cores=\(99999,\) must be among"),
+    (
+      {"plan": {"pool_threads": 5000, "gradients_out": "callback"}},
+      "num_threads=5000",
+    ),
+    (
+      {
+        "plan": {"gradients_out": "io_callback", "weights": "flow"},
+        "mesh": mesh_of(2),
+      },
+      "io_callback on 2 devices can hang",
+    ),
+    ({"plan": {"numa_node": 999}}, "numa_node=999 is not a NUMA node"),
     ({"config": {"micro_batch": 4}}, "config is a dict; use TrainConfig"),
     (
       {"optimizer": sojax.adamw(lambda count: np.ones(2))},
@@ -228,6 +243,25 @@ def test_stages_without_parameters_and_with_scalars_train(precision, weights):
       {"plan": {"activations": ("keep", "keep", "offload")}},
       "activations names 3 stages, but the model has 4; name one for each",
     ),
+    (
+      {"plan": {"weights": ("flow", "stationary")}},
+      "weights names 2 stages, but the model has 4; name one for each",
+    ),
+    (
+      {
+        "plan": {
+          "weights": ("stationary", "flow", "stationary", "flow"),
+          "device_buckets": 3,
+        }
+      },
+      r"device_buckets=3 would keep masters of stage 1 \('block_0'\) on the"
+      ".* make them 'stationary', or lower device_buckets to 1",
+    ),
+    (
+      {"plan": {"weights": ("stationary", *["flow"] * 3), "host_ratio": 0.25}},
+      r"host_ratio=0.25 would keep masters of stage 1 .* raise host_ratio until"
+      " at most 1 are there",
+    ),
     ({"plan": {"fast": True}}, "unknown plan switch 'fast'"),
     ({"config": config(seq_len=33)}, "33 tokens is longer than max_seq_len=32"),
     (
@@ -238,12 +272,15 @@ def test_stages_without_parameters_and_with_scalars_train(precision, weights):
   ],
   ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_wrong_argument_is_refused(arguments, message):
+def test_a_wrong_argument_is_refused_before_anything_is_taken(
+  arguments, message
+):
   good = {
     "model": small_gpt(),
     "optimizer": optimizer(),
     "config": config(),
-    "plan": "auto",
+    "plan": {},
   }
-  with pytest.raises(ValueError, match=message):
+  with watching() as taken, pytest.raises(ValueError, match=message):
     sojax.Trainer(**(good | arguments))
+  assert not taken

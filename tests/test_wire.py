@@ -79,7 +79,7 @@ def test_every_host_buffer_may_be_overwritten_as_soon_as_it_is_free(
       grads = step.host_grads[task.bucket]
       if plan.get("weights") == "flow":
         bucket = ours.layout.buckets[task.bucket]
-        for buffer in ours._weights.buffers(bucket):
+        for buffer in ours._parts.weights.buffers(bucket):
           scribble(buffer.shards_inout[0])
       host_update(task, step)
       for (grad,) in grads:
@@ -87,7 +87,7 @@ def test_every_host_buffer_may_be_overwritten_as_soon_as_it_is_free(
 
     actions[TaskKind.HOST_UPDATE] = scribbling
     if plan.get("weights") != "flow":
-      ring = ours._weights._ring
+      ring = ours._parts.weights._ring
       give_back = ring.give_back
 
       def scribbling_back(buffers):

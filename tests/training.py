@@ -1,5 +1,6 @@
 """What the tests of whole training runs share: a small model, its batches."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
 import sojax
 from sojax.graph.graph import TaskKind
+from sojax.host import arena, kernels, wire
 from sojax.models.gpt import GPT, GPTConfig
+from sojax.runtime import lanes
 
 VOCAB_SIZE = 256
 SEQ_LEN = 24
@@ -56,9 +60,13 @@ def batches(count, *, rows=4, seed=0, seq_len=SEQ_LEN) -> list[dict[str, Any]]:
   return [{"tokens": t} for t in tokens.astype(np.int32)]
 
 
-def trainer(plan="auto", *, model=None, adamw=None, mesh=None, **changes):
+def trainer(plan=None, *, model=None, adamw=None, mesh=None, **changes):
   return sojax.Trainer(
-    model or small_gpt(), adamw or optimizer(), config(**changes), plan, mesh
+    model or small_gpt(),
+    adamw or optimizer(),
+    config(**changes),
+    plan or {},
+    mesh,
   )
 
 
@@ -70,7 +78,7 @@ def mesh_of(num_devices, *, explicit=False):
   return Mesh(np.array(devices).reshape(-1, 1), ("data", "seq"))
 
 
-def on_ranks(num_devices, plan="auto", **changes):
+def on_ranks(num_devices, plan=None, **changes):
   """Returns a trainer whose global micro-batch has ROWS rows."""
   return trainer(
     plan,
@@ -104,6 +112,29 @@ def assert_same_bits(ours: Mapping[str, Any], theirs: Mapping[str, Any]):
     assert array.dtype == theirs[name].dtype, name
     same = array.tobytes() == theirs[name].tobytes()
     assert same, f"{name} differs"
+
+
+STARTS = ((kernels._cpu_ops, "Pool"), (lanes.Worker, "__init__"))
+"""What starts threads."""
+
+TAKES = ((arena.Arena, "__init__"), (wire.WireBuffer, "__init__"))
+"""What takes memory."""
+
+
+@contextlib.contextmanager
+def watching():
+  """Yields a list of what is taken and started meanwhile."""
+  taken = []
+  with pytest.MonkeyPatch.context() as patch:
+    for owner, name in STARTS + TAKES:
+      original = getattr(owner, name)
+
+      def noting(*args, original=original, what=(owner, name), **kwargs):
+        taken.append(what)
+        return original(*args, **kwargs)
+
+      patch.setattr(owner, name, noting)
+    yield taken
 
 
 @dataclasses.dataclass

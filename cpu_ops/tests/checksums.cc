@@ -1,6 +1,7 @@
-// Runs every operation of every instruction set of this machine on fixed
-// inputs and prints, for each, a line of its name, that of the instruction
-// set, the bits of its registers and a checksum of all it wrote.
+// Runs every operation of every instruction set of this machine, or of those
+// that are named as arguments, on fixed inputs and prints, for each, a line of
+// its name, that of the instruction set, the bits of its registers and a
+// checksum of all it wrote.
 //
 // An operation has the same checksum on every machine: compare_isas.py holds
 // this. A new one gets a function that calls ForEachCase, and a line in
@@ -262,6 +263,10 @@ struct Case {
 const AdamParams kParams = {0.9f,  0.95f,  0.1f,   0.05f, 2.0f,
                             1e-9f, -1e-3f, -1e-4f, 1e-8f, 0.5f};
 
+// Elements past the end, which are zeros, become NaN.
+const AdamParams kNoEps = {0.9f, 0.95f,  0.1f,   0.05f, 2.0f,
+                           0.0f, -1e-3f, -1e-4f, 0.0f,  0.5f};
+
 constexpr float kRedoGradScale = 0.125f;
 
 // A case and the record of a step of it.
@@ -272,10 +277,10 @@ struct RecordedCase {
         escapes(MaxEscapes(x.num_elems), 0) {}
 
   void Take(const KernelTable& kernels, std::size_t layout, bool fused,
-            RecordForm form) {
+            RecordForm form, const AdamParams& params = kParams) {
     num_escapes =
         kernels.layouts[layout].record[static_cast<std::size_t>(form)](
-            kParams, x.Buffers(kLayouts[layout], fused), codes.data(),
+            params, x.Buffers(kLayouts[layout], fused), codes.data(),
             escapes.data(), x.num_elems);
   }
   Escapes GetEscapes() { return {escapes.data(), num_escapes}; }
@@ -346,9 +351,11 @@ void PrintRecords(const KernelTable& kernels, std::size_t layout,
   const LayoutKernels& functions = kernels.layouts[layout];
   const auto record = [&](const Case& original, Checksum& checksum) {
     for (bool fused : {false, true}) {
-      RecordedCase x(original, form);
-      x.Take(kernels, layout, fused, form);
-      x.AddTo(checksum);
+      for (const AdamParams& params : {kParams, kNoEps}) {
+        RecordedCase x(original, form);
+        x.Take(kernels, layout, fused, form, params);
+        x.AddTo(checksum);
+      }
     }
   };
   ForEachCase("record" + name, kernels, record);
@@ -421,8 +428,12 @@ void PrintNarrowing(const KernelTable& kernels) {
   }
 }
 
-void PrintAll() {
+void PrintAll(const std::vector<std::string>& isas) {
   for (const KernelTable* kernels : AvailableKernels()) {
+    if (!isas.empty() &&
+        std::find(isas.begin(), isas.end(), kernels->isa) == isas.end()) {
+      continue;
+    }
     PrintSteps(*kernels);
     for (RecordForm form : {RecordForm::kTwoBytes, RecordForm::kThreeBytes}) {
       for (std::size_t i = 0; i < kNumLayouts; ++i) {
@@ -439,7 +450,7 @@ void PrintAll() {
 }  // namespace
 }  // namespace sojax
 
-int main() {
-  sojax::PrintAll();
+int main(int argc, char** argv) {
+  sojax::PrintAll({argv + 1, argv + argc});
   return 0;
 }

@@ -21,13 +21,9 @@ import sys
 
 _CPU_OPS = pathlib.Path(__file__).resolve().parents[1]
 _ISA_ARGS = json.loads((_CPU_OPS / "isa_args.json").read_text())
-# Those of setup.py that can change a bit.
 _COMPILE_ARGS = [
-  "-std=c++17",
+  *json.loads((_CPU_OPS / "compile_args.json").read_text())["all"],
   "-O3",
-  "-ffp-contract=off",
-  "-fno-math-errno",
-  "-fvisibility=hidden",
   "-pthread",
 ]
 _SOURCES = [

@@ -11,8 +11,9 @@ import numpy as np
 from sojax.host.arena import Arena
 from sojax.host.kernels import CHUNK_ELEMS, Pool
 from sojax.host.operations import Narrow
-from sojax.host.record import Record, codes_bytes, num_offsets
+from sojax.host.record import Record
 from sojax.host.segments import NarrowSegment
+from sojax.plan.records import codes_bytes, num_offsets
 from sojax.reference.record import split_float32
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -66,7 +67,8 @@ class Arrays:
     )
     sizes = _sizes(num_params)
     arena = Arena(
-      Arena.bytes_for(s.num_elems * s.dtype.itemsize for s in sizes.values())
+      Arena.bytes_for(s.num_elems * s.dtype.itemsize for s in sizes.values()),
+      pool=pool,
     )
     taken = {
       name: arena.empty(s.num_elems, s.dtype) for name, s in sizes.items()
@@ -79,8 +81,6 @@ class Arrays:
     self.sumsq = taken["sumsq"]
     self.records = {form: _record(taken, num_params, form) for form in (2, 3)}
     self.num_escapes = dict.fromkeys(self.records, 0)
-    for array in taken.values():
-      array.view(np.uint8).fill(0)
     self.reset()
 
   def reset(self) -> None:
@@ -145,6 +145,17 @@ def huge_page_share(ranges: Iterable[tuple[int, int]]) -> float:
       resident += sizes["Rss"]
       huge += sizes["AnonHugePages"]
   return huge / resident if resident else float("nan")
+
+
+def huge_page_policy() -> str | None:
+  """Returns when memory that asks for nothing gets huge pages.
+
+  "always", "madvise" (if it asks) or "never"; None if not told.
+  """
+  path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+  if not path.exists():
+    return None
+  return path.read_text().partition("[")[2].partition("]")[0]
 
 
 def last_level_cache_bytes() -> int | None:

@@ -34,7 +34,7 @@ class Contender:
     after: what has to be done after each run, not timed.
     state: gives the state that `run` changes, as it is now. Until the next run
       it may be a view.
-    steps: whether `run` takes an AdamW step; otherwise it changes nothing.
+    steps: whether `run` takes an AdamW step; otherwise `state` stays the same.
   """
 
   name: str
@@ -107,6 +107,14 @@ def median_seconds(pairs: Mapping[str, Sequence[tuple[float, float]]]):
 def base_seconds(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> float:
   """Returns the median seconds of the base over all pairs."""
   return float(np.median([base for p in pairs.values() for _, base in p]))
+
+
+def base_deciles(
+  pairs: Mapping[str, Sequence[tuple[float, float]]],
+) -> list[float]:
+  """Returns the nine deciles of the base's seconds over all pairs."""
+  seconds = [base for p in pairs.values() for _, base in p]
+  return np.quantile(seconds, np.arange(1, 10) / 10).tolist()
 
 
 def fastest(pairs: Pairs, prefix: str) -> str:

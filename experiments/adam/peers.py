@@ -1,11 +1,15 @@
 """The other implementations of AdamW, used as their documentation advises.
 
-torch and DeepSpeed work on the very arrays that sojax works on, as one tensor
-of all parameters. XLA can donate only memory of its own, so optax has a second
-set of masters and moments, put into huge pages after they are allocated.
+Each is there twice. By its plain name it works as its users have it, on memory
+that its library allocates: torch.empty and torch.zeros_like, or what jax takes.
+"_shared_memory" is torch or DeepSpeed on the very arrays that sojax works on.
+XLA can donate only memory of its own: "optax_huge_pages" is another set of
+masters and moments, put into huge pages after they are allocated, and reads
+the shared gradients. All parameters are one tensor.
 """
 
 import ctypes
+import dataclasses
 import importlib
 import mmap
 import os
@@ -20,7 +24,7 @@ import numpy as np
 import optax
 
 from experiments.adam.arrays import Arrays, huge_page_share
-from experiments.adam.pairing import Contender, State
+from experiments.adam.pairing import Contender, State, nothing
 from experiments.adam.settings import COUNT, HYPER, Setting
 
 _PACKAGES = ("torch", "deepspeed", "ninja")
@@ -82,72 +86,120 @@ class TorchPeers:
     self.deepspeed_isa = builder.CPUAdamBuilder().simd_width()
     self._adam: Any = importlib.import_module("deepspeed.ops.adam")
 
+  @property
+  def torch_isa(self) -> str:
+    """What torch's kernels use."""
+    return self.torch.backends.cpu.get_cpu_capability()
+
   def contenders(self, arrays: Arrays, setting: Setting) -> list[Contender]:
-    """Returns what takes gradients of this type.
+    """Returns what takes gradients of this type, in both kinds of memory.
 
     For float32 "deepspeed" and "torch_fused". For bfloat16 "three_pass": both
     want gradients in the type of the masters, so they are widened first, and
     the new masters are narrowed to weights in a third pass, by torch.
     """
-    deepspeed = self._deepspeed(arrays)
-    if setting.half:
-      return [self._three_pass(arrays, deepspeed)]
+    own, shared = self._own_tensors(arrays), self._shared_tensors(arrays)
 
-    def state() -> State:
-      return arrays.p, arrays.mu, arrays.nu, None
+    def load() -> None:
+      for to, source in zip(own.all(), shared.all(), strict=True):
+        to.copy_(source)
 
+    kinds = ((own, "", load), (shared, "_shared_memory", nothing))
     return [
-      Contender(name="deepspeed", run=deepspeed.step, state=state),
-      Contender(name="torch_fused", run=self._fused(arrays).step, state=state),
+      Contender(name=name + suffix, run=run, state=state, before=before)
+      for tensors, suffix, before in kinds
+      for name, run, state in self._steps(tensors, setting)
     ]
 
-  def _three_pass(self, arrays: Arrays, deepspeed) -> Contender:
-    grad = self._tensor(arrays.grad)
-    grad16, weight = map(self._tensor16, (arrays.grad16, arrays.weight))
-    p = self._tensor(arrays.p)
+  def _steps(self, tensors: "_Tensors", setting: Setting):
+    """Returns names, steps, and what gives the state, for some tensors."""
+    deepspeed = self._deepspeed(tensors)
+    if not setting.half:
+      fused = self._fused(tensors)
+      return [
+        ("deepspeed", deepspeed.step, tensors.state),
+        ("torch_fused", fused.step, tensors.state),
+      ]
 
     def run() -> None:
-      grad.copy_(grad16)
+      tensors.grad.copy_(tensors.grad16)
       deepspeed.step()
-      weight.copy_(p)
+      tensors.weight.copy_(tensors.p)
 
     def state() -> State:
-      return arrays.p, arrays.mu, arrays.nu, arrays.weight
+      weight = tensors.weight.float().numpy()
+      return *tensors.state()[:3], weight
 
-    return Contender(name="three_pass", run=run, state=state)
+    return [("three_pass", run, state)]
 
-  def _deepspeed(self, arrays: Arrays):
-    param = self._param(arrays)
+  def _deepspeed(self, tensors: "_Tensors"):
+    param = self._param(tensors)
     optimizer = self._adam.DeepSpeedCPUAdam(
       [param], adamw_mode=True, **_OPTIONS
     )
-    optimizer.state[param] = {"step": COUNT, **self._moments(arrays)}
+    optimizer.state[param] = {"step": COUNT, **tensors.moments()}
     return optimizer
 
-  def _fused(self, arrays: Arrays):
-    param = self._param(arrays)
+  def _fused(self, tensors: "_Tensors"):
+    param = self._param(tensors)
     optimizer = self.torch.optim.AdamW([param], fused=True, **_OPTIONS)
     count = self.torch.tensor(float(COUNT))
-    optimizer.state[param] = {"step": count, **self._moments(arrays)}
+    optimizer.state[param] = {"step": count, **tensors.moments()}
     return optimizer
 
-  def _param(self, arrays: Arrays):
-    param = self.torch.nn.Parameter(self._tensor(arrays.p))
-    param.grad = self._tensor(arrays.grad)
+  def _param(self, tensors: "_Tensors"):
+    param = self.torch.nn.Parameter(tensors.p)
+    param.grad = tensors.grad
     return param
 
-  def _moments(self, arrays: Arrays):
-    return {
-      "exp_avg": self._tensor(arrays.mu),
-      "exp_avg_sq": self._tensor(arrays.nu),
-    }
+  def _own_tensors(self, arrays: Arrays) -> "_Tensors":
+    """Allocates as modules, backward and the optimizers do."""
+    n, torch = arrays.num_params, self.torch
+    p = torch.empty(n)
+    return _Tensors(
+      p=p,
+      mu=torch.zeros_like(p),
+      nu=torch.zeros_like(p),
+      grad=torch.empty(n),
+      grad16=torch.empty(n, dtype=torch.bfloat16),
+      weight=torch.empty(n, dtype=torch.bfloat16),
+    )
 
-  def _tensor(self, array: np.ndarray):
-    return self.torch.from_numpy(array)
+  def _shared_tensors(self, arrays: Arrays) -> "_Tensors":
+    def bfloat16(array: np.ndarray):
+      bits = self.torch.from_numpy(array.view(np.int16))
+      return bits.view(self.torch.bfloat16)
 
-  def _tensor16(self, array: np.ndarray):
-    bits = self.torch.from_numpy(array.view(np.int16))
-    return bits.view(self.torch.bfloat16)
+    view = self.torch.from_numpy
+    return _Tensors(
+      p=view(arrays.p),
+      mu=view(arrays.mu),
+      nu=view(arrays.nu),
+      grad=view(arrays.grad),
+      grad16=bfloat16(arrays.grad16),
+      weight=bfloat16(arrays.weight),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensors:
+  """What a step reads and writes, as torch's tensors [n]."""
+
+  p: Any
+  mu: Any
+  nu: Any
+  grad: Any
+  grad16: Any
+  weight: Any
+
+  def all(self) -> tuple[Any, ...]:
+    return self.p, self.mu, self.nu, self.grad, self.grad16, self.weight
+
+  def moments(self) -> dict[str, Any]:
+    return {"exp_avg": self.mu, "exp_avg_sq": self.nu}
+
+  def state(self) -> State:
+    return self.p.numpy(), self.mu.numpy(), self.nu.numpy(), None
 
 
 class Optax:
@@ -157,14 +209,20 @@ class Optax:
     huge_page_share: which part of its state is in huge pages.
   """
 
-  def __init__(self, arrays: Arrays, setting: Setting):
+  def __init__(self, arrays: Arrays, setting: Setting, *, huge_pages: bool):
     """Copies the state of the arrays and compiles the step.
 
+    Args:
+      arrays: what is copied.
+      setting: which gradients are read.
+      huge_pages: whether the state is moved into huge pages, and the arrays'
+        own gradients are read. Otherwise all is where jax puts it.
+
     Raises:
-      RuntimeError: if the gradients would be copied at each step, or the
-        step does not work in place.
+      RuntimeError: if shared gradients would be copied at each step.
     """
     self._arrays, self._setting = arrays, setting
+    self._huge_pages = huge_pages
     optimizer = optax.adamw(
       HYPER.learning_rate,
       b1=HYPER.b1,
@@ -173,19 +231,22 @@ class Optax:
       weight_decay=HYPER.weight_decay,
     )
     self._state = _optax_state(optimizer, arrays, setting)
-    before = self._ranges()
-    for start, num_bytes in before:
-      _into_huge_pages(start, num_bytes)
-    self.huge_page_share = huge_page_share(before)
-    self._grad = jax.device_put(setting.grad(arrays))
-    if self._grad.unsafe_buffer_pointer() != setting.grad(arrays).ctypes.data:
-      raise RuntimeError("jax copied the gradients; optax would read old ones")
+    state = self._ranges()
+    if huge_pages:
+      for start, num_bytes in state:
+        _into_huge_pages(start, num_bytes)
+    self.huge_page_share = huge_page_share(state)
+    self._grad = self._shared_grad() if huge_pages else self._own_grad()
     self._step = _optax_step(optimizer)
     self._compiled = self._step.lower(self._state, self._grad).compile()
 
   def contender(self) -> Contender:
-    """Returns it, as "optax"."""
-    return Contender(name="optax", run=self._run, state=self._read)
+    """Returns it, as "optax" or "optax_huge_pages"."""
+    if self._huge_pages:
+      return Contender(name="optax_huge_pages", run=self._run, state=self._read)
+    return Contender(
+      name="optax", run=self._run, state=self._read, before=self._load_grad
+    )
 
   def check_in_place(self) -> None:
     """Raises RuntimeError if a step has moved the state elsewhere."""
@@ -193,6 +254,20 @@ class Optax:
     self._run()
     if set(self._ranges()) != before:
       raise RuntimeError("optax's state moved in memory: donation failed")
+
+  def _shared_grad(self) -> jax.Array:
+    array = self._setting.grad(self._arrays)
+    grad = jax.device_put(array)
+    if grad.unsafe_buffer_pointer() != array.ctypes.data:
+      raise RuntimeError("jax copied the gradients; optax would read old ones")
+    return grad
+
+  def _own_grad(self) -> jax.Array:
+    return jnp.array(self._setting.grad(self._arrays), copy=True)
+
+  def _load_grad(self) -> None:
+    self._grad.delete()  # before there is another
+    self._grad = jax.block_until_ready(self._own_grad())
 
   def _run(self) -> None:
     self._state = jax.block_until_ready(self._compiled(self._state, self._grad))

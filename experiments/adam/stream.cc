@@ -108,11 +108,12 @@ STREAM_INLINE void Prefetch(const void* start, std::size_t num_bytes,
 }
 
 // Goes through whole blocks of the elements begin..end-1. `zero` is 0, which
-// the compiler cannot know: all that is read has to be read, and what is
-// written is what was there.
+// the compiler cannot know: all that is read has to be read. What is written is
+// what was there, with the bits of `flip` changed.
 template <class Grad, Stores kStores, bool kPrefetch>
 void StreamPiece(const Arrays& arrays, std::size_t begin, std::size_t end,
-                 std::size_t prefetch_bytes, std::int32_t zero) {
+                 std::size_t prefetch_bytes, std::int32_t zero,
+                 std::int32_t flip) {
   constexpr bool kHalf = sizeof(Grad) == 2;
   constexpr bool kState = kStores == Stores::kNonTemporal;
   constexpr bool kWeights = kStores != Stores::kOrdinary;
@@ -129,9 +130,10 @@ void StreamPiece(const Arrays& arrays, std::size_t begin, std::size_t end,
       const std::size_t at = i + line * (kBlockElems / 2);
       Line p = Load(a.p + at);
       if (line < kGradLines) p ^= Load(grad + line * kLineBytes) & zero;
+      p ^= flip;
       Store<kState>(a.p + at, p);
-      Store<kState>(a.mu + at, Load(a.mu + at) ^ zero);
-      Store<kState>(a.nu + at, Load(a.nu + at) ^ zero);
+      Store<kState>(a.mu + at, Load(a.mu + at) ^ flip);
+      Store<kState>(a.nu + at, Load(a.nu + at) ^ flip);
       if constexpr (kHalf) {
         Store<kWeights>(a.weight + at,
                         __builtin_convertvector(p >> 16, HalfLine));
@@ -142,7 +144,7 @@ void StreamPiece(const Arrays& arrays, std::size_t begin, std::size_t end,
 }
 
 using PieceFn = void (*)(const Arrays&, std::size_t, std::size_t, std::size_t,
-                         std::int32_t);
+                         std::int32_t, std::int32_t);
 
 template <class Grad, bool kPrefetch>
 PieceFn ChooseStores(Stores stores) {
@@ -168,10 +170,12 @@ PieceFn ChoosePrefetch(Stores stores, bool prefetch) {
 // Streams n elements on num_threads threads; of the last n % 32 nothing. All
 // arrays start at multiples of 64 bytes. With weight == nullptr gradients are
 // float, otherwise bfloat16. `zero` must be 0.
+// With flip = 1 the last bit of all floats is changed, with 0 none.
 extern "C" void StreamArrays(float* p, float* mu, float* nu, const void* grad,
                              std::uint16_t* weight, std::size_t n, int stores,
                              std::size_t prefetch_bytes,
-                             std::size_t num_threads, std::int32_t zero) {
+                             std::size_t num_threads, std::int32_t zero,
+                             std::int32_t flip) {
   const Arrays arrays{p, mu, nu, static_cast<const char*>(grad), weight};
   const PieceFn run =
       weight == nullptr ? ChoosePrefetch<float>(static_cast<Stores>(stores),
@@ -184,7 +188,7 @@ extern "C" void StreamArrays(float* p, float* mu, float* nu, const void* grad,
       const std::size_t begin = next.fetch_add(kPieceElems);
       if (begin >= n) return;
       const std::size_t end = n - begin < kPieceElems ? n : begin + kPieceElems;
-      run(arrays, begin, end, prefetch_bytes, zero);
+      run(arrays, begin, end, prefetch_bytes, zero, flip);
     }
   };
   std::vector<std::thread> threads;

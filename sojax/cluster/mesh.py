@@ -13,6 +13,8 @@ AXES = ("data", "seq")
 _THREADS_PER_DEVICE = 8
 """PJRT_NPROC=64 was enough for eight emulated devices, on one core as well."""
 
+_GPUS = ("gpu", "cuda", "rocm")
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -72,6 +74,11 @@ class Placement:
     return cls(Mesh(devices, AXES), one_at_a_time)
 
   @property
+  def platform(self) -> str:
+    """What the devices are, such as "cpu" or "gpu"."""
+    return self.mesh.devices.flat[0].platform
+
+  @property
   def num_devices(self) -> int:
     """Devices of the mesh, each the owner of one shard of every wire unit."""
     return self.mesh.size
@@ -102,6 +109,34 @@ class Placement:
 def pinned_host(sharding: NamedSharding) -> NamedSharding:
   """Returns where the same shards lie in page-locked host memory."""
   return sharding.with_memory_kind("pinned_host")
+
+
+def pinned_limit_bytes(
+  platform: str, variable: str, default_bytes: int
+) -> int | None:
+  """Returns how much pinned memory JAX hands out to a process.
+
+  Args:
+    platform: of the devices, such as "gpu".
+    variable: what the environment calls it, in GiB.
+    default_bytes: what it is if the environment does not name it.
+
+  Returns:
+    Bytes; None if there is no limit, as on "cpu".
+
+  Raises:
+    ValueError: if the environment names something else than a number.
+  """
+  if platform not in _GPUS:
+    return None
+  text = os.environ.get(variable)
+  if text is None:
+    return default_bytes
+  if not text.isdecimal():
+    raise ValueError(
+      f"{variable}={text!r} is not a whole number of GiB; correct it"
+    )
+  return int(text) << 30
 
 
 def _can_hang(devices: np.ndarray) -> bool:

@@ -4,11 +4,11 @@ A timeline is recorded by an executor or computed by a simulator; both are read
 the same way, so that they can be laid side by side.
 """
 
+import dataclasses
 import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ LANES = tuple(str(lane) for lane in Lane)
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Span:
   """Records one task on one lane.
 
@@ -32,6 +32,8 @@ class Span:
       (time.perf_counter()'s when measured, a virtual one when simulated).
     end_s: end in seconds on the same clock, not before `start_s`.
     bytes: bytes moved, 0 for a task that moves none.
+    task: the task's index in its step graph, or None.
+    note: what else is to be said of it, or "".
 
   Raises:
     ValueError: if the lane is unknown, a time is not finite, the span ends
@@ -44,6 +46,8 @@ class Span:
   start_s: float
   end_s: float
   bytes: int = 0
+  task: int | None = None
+  note: str = ""
 
   def __post_init__(self) -> None:
     _check_lane(self.lane)
@@ -59,34 +63,89 @@ class Span:
       )
 
 
+def mfu(model_flops: float, step_s: float, peak_flops: float) -> float:
+  """Returns the model FLOPs utilization: the share of the peak that is useful.
+
+  Args:
+    model_flops: operations of the model in a step, without recomputation.
+    step_s: seconds of a step.
+    peak_flops: the device's FLOP/s at most; of all devices if `model_flops` is.
+
+  >>> mfu(2e12, 4.0, 1e12)
+  0.5
+  """
+  return model_flops / (step_s * peak_flops)
+
+
 class Timeline:
   """Holds spans and says how busy each lane was.
 
-  Times are measured within the window from the first start to the last end of
-  all spans, over all lanes. An empty timeline has an empty window. Spans that
-  overlap in one lane count once.
+  Times are measured within a window: if none is given that from the first start
+  to the last end of all spans, over all lanes. An empty timeline has an empty
+  window. Spans that overlap in one lane count once.
 
   Attributes:
     spans: the spans, sorted by start, then by end.
+    window: start and end of the window, in seconds on the spans' clock.
   """
 
-  def __init__(self, spans: Iterable[Span]) -> None:
+  def __init__(
+    self, spans: Iterable[Span], window: Interval | None = None
+  ) -> None:
     """Sorts the spans.
 
     Args:
       spans: spans of any lanes and steps, in any order, all on one clock.
+      window: the window, which holds all spans; None for that of the spans.
     """
     self.spans = tuple(sorted(spans, key=lambda s: (s.start_s, s.end_s)))
+    if window is None:
+      first_s = self.spans[0].start_s if self.spans else 0.0
+      window = first_s, max((s.end_s for s in self.spans), default=first_s)
+    self.window = window
 
   def steps(self, first: int, last: int) -> "Timeline":
     """Returns the timeline of steps `first` to `last`, both included."""
     return Timeline(s for s in self.spans if first <= s.step <= last)
 
+  def step_end_s(self, step: int) -> float:
+    """Returns when the last span of a step ended.
+
+    Raises:
+      ValueError: if the timeline has no span of the step.
+    """
+    ends_s = [s.end_s for s in self.spans if s.step == step]
+    if not ends_s:
+      raise ValueError(
+        f"the timeline has no span of step {step}; its steps are"
+        f" {sorted({s.step for s in self.spans})}"
+      )
+    return max(ends_s)
+
+  def cycle(self, first: int, last: int) -> "Timeline":
+    """Returns what runs from the end of step `first` - 1 to that of `last`.
+
+    Steps overlap: the spans of others that run then are in it, too. What
+    reaches out of this window is cut off; a span's bytes belong to the part in
+    which it ends. If the steps are steady it is, as long as they take, what a
+    lane is busy with and what is idle.
+
+    Raises:
+      ValueError: if the timeline lacks one of these steps.
+    """
+    window = start_s, end_s = self.step_end_s(first - 1), self.step_end_s(last)
+    return Timeline(
+      (
+        _cut(span, window)
+        for span in self.spans
+        if span.start_s < end_s and span.end_s > start_s
+      ),
+      window,
+    )
+
   def window_s(self) -> float:
-    """Returns the seconds from the first start to the last end."""
-    if not self.spans:
-      return 0.0
-    return max(s.end_s for s in self.spans) - self.spans[0].start_s
+    """Returns the seconds of the window."""
+    return self.window[1] - self.window[0]
 
   def busy_s(self, lane: str) -> float:
     """Returns the seconds during which at least one span of `lane` runs.
@@ -107,7 +166,8 @@ class Timeline:
   def exposed_host_s(self) -> float:
     """Returns the seconds during which the host works and the device waits.
 
-    This is the host work that nothing hides: with perfect overlap it is 0.
+    This is the host work that nothing hides: with perfect overlap it is 0. A
+    device whose collectives run does not wait for the host.
     """
     return self.busy_s("host") - self._hidden_host_s()
 
@@ -161,19 +221,32 @@ class Timeline:
       "tid": track,
       "ts": 1e6 * (span.start_s - self.spans[0].start_s),
       "dur": 1e6 * (span.end_s - span.start_s),
-      "args": {"step": span.step, "bytes": span.bytes},
+      "args": {"step": span.step, "bytes": span.bytes}
+      | ({"note": span.note} if span.note else {}),
     }
 
   def _lanes(self) -> list[str]:
     used = {span.lane for span in self.spans}
     return [lane for lane in LANES if lane in used]
 
-  def _busy(self, lane: str) -> list[Interval]:
-    _check_lane(lane)
-    return _merge((s.start_s, s.end_s) for s in self.spans if s.lane == lane)
+  def _busy(self, *lanes: str) -> list[Interval]:
+    for lane in lanes:
+      _check_lane(lane)
+    return _merge((s.start_s, s.end_s) for s in self.spans if s.lane in lanes)
 
   def _hidden_host_s(self) -> float:
-    return _total_s(_intersect(self._busy("host"), self._busy("device")))
+    return _total_s(
+      _intersect(self._busy("host"), self._busy("device", "network"))
+    )
+
+
+def _cut(span: Span, window: Interval) -> Span:
+  return dataclasses.replace(
+    span,
+    start_s=max(span.start_s, window[0]),
+    end_s=min(span.end_s, window[1]),
+    bytes=span.bytes if span.end_s <= window[1] else 0,
+  )
 
 
 def _check_lane(lane: str) -> None:

@@ -6,7 +6,9 @@ import ml_dtypes
 import numpy as np
 
 from sojax.host.arena import Arena
-from sojax.host.kernels import Pool, Segment
+from sojax.host.kernels import Pool
+from sojax.host.masters import Masters, by_shard, by_unit
+from sojax.host.segments import Segment
 from sojax.plan.adamw import AdamScalars
 from sojax.plan.buckets import Bucket
 
@@ -18,22 +20,46 @@ class HostBucket:
 
   Attributes:
     bucket: what it holds.
-    arrays: "master", "mu" and "nu", each float32 [bucket.size]; a bucket that
-      is not trained has "master" only.
+    masters: its master weights.
+    moments: "mu" and "nu", each float32 [bucket.size]; none of a bucket that is
+      not trained. They begin with zeros.
   """
 
-  def __init__(self, bucket: Bucket, arena: Arena):
+  def __init__(self, bucket: Bucket, arena: Arena, masters: Masters):
     self.bucket = bucket
-    self.arrays = {
-      kind: arena.empty(bucket.size, np.float32) for kind in kinds(bucket)
+    self.masters = masters
+    self.moments = {
+      kind: arena.empty(bucket.size, np.float32) for kind in moments(bucket)
     }
-    for kind in kinds(bucket):
-      self.arrays[kind].fill(0.0)
+    # Cut once: a step of a small bucket takes no longer than that.
+    self._moment_shards = {
+      kind: by_shard(array, bucket, masters.num_shards)
+      for kind, array in self.moments.items()
+    }
 
-  def units(self, kind: str) -> list[np.ndarray]:
-    """Returns one flat view of an array per wire unit of the bucket."""
-    bounds = np.cumsum([unit.size for unit in self.bucket.units])[:-1]
-    return np.split(self.arrays[kind], bounds)
+  def read(self, kind: str, unit: int, start: int, stop: int) -> np.ndarray:
+    """Returns a range of the state of a wire unit; it may be a view.
+
+    Args:
+      kind: "master", "mu" or "nu".
+      unit: number of the unit.
+      start: first element.
+      stop: end of the range.
+
+    Returns:
+      float32 [stop - start].
+    """
+    if kind == "master":
+      return self.masters.read(unit, start, stop)
+    return by_unit(self.moments[kind], self.bucket)[unit][start:stop]
+
+  def write(self, kind: str, unit: int, start: int, values: np.ndarray) -> None:
+    """Replaces a range of the state of a wire unit; see `read`."""
+    if kind == "master":
+      self.masters.write(unit, start, values)
+      return
+    array = by_unit(self.moments[kind], self.bucket)[unit]
+    array[start : start + values.size] = values
 
   def step(
     self,
@@ -53,24 +79,48 @@ class HostBucket:
       scalars: the scalars of this step.
       grad_scale: multiplies every gradient first.
     """
-    segments = []
-    for grad, out, *state in zip(
-      grads, weights_out, *map(self.units, kinds(self.bucket)), strict=True
-    ):
-      shards = [like_shards(array, grad) for array in state]
-      segments += map(Segment, *shards, grad, out)
-    pool.adamw_step(segments, scalars, grad_scale)
+    pool.adamw_step(self.segments(grads, weights_out), scalars, grad_scale)
+
+  def segments(
+    self,
+    grads: Sequence[Sequence[np.ndarray]],
+    weights_out: Sequence[Sequence[np.ndarray]] | None,
+  ) -> list[Segment]:
+    """Returns the arrays of a step, one segment for each shard.
+
+    Args:
+      grads: as for `step`.
+      weights_out: likewise; None writes no weights.
+    """
+    mus, nus = self._moment_shards.values()
+    return [
+      Segment(
+        mu_inout=mus[unit][shard],
+        nu_inout=nus[unit][shard],
+        grad=grad,
+        **self.masters.of_segment(unit, shard, weights_out)._asdict(),
+      )
+      for unit, shards in enumerate(grads)
+      for shard, grad in enumerate(shards)
+    ]
 
 
-def kinds(bucket: Bucket) -> tuple[str, ...]:
-  """Returns the names of the arrays that a bucket's state consists of."""
-  return ("master", "mu", "nu") if bucket.trained else ("master",)
+def moments(bucket: Bucket) -> tuple[str, ...]:
+  """Returns the names of a bucket's moments."""
+  return ("mu", "nu") if bucket.trained else ()
 
 
-def arena_bytes(buckets: Sequence[Bucket]) -> int:
-  """Returns the capacity of an arena that holds the state of these buckets."""
+def arena_bytes(buckets: Sequence[Bucket], *, master_bytes: int) -> int:
+  """Returns the capacity of an arena that holds the state of these buckets.
+
+  Args:
+    buckets: the buckets.
+    master_bytes: what the arena holds of each master: 4, or 2 of a split one.
+  """
   return Arena.bytes_for(
-    [4 * bucket.size for bucket in buckets for _ in kinds(bucket)]
+    elem_bytes * bucket.size
+    for bucket in buckets
+    for elem_bytes in (master_bytes, *(4 for _ in moments(bucket)))
   )
 
 

@@ -5,12 +5,15 @@ import operator
 import os
 from collections.abc import Sequence
 
+import numpy as np
+
 from sojax import _cpu_ops
 from sojax.host.operations import (
   Accumulate,
   AdamwStep,
   Operation,
   Widen,
+  Zero,
 )
 from sojax.host.segments import AccumulateSegment, Segment
 from sojax.plan.adamw import AdamScalars
@@ -217,6 +220,18 @@ class Pool:
       ValueError: as in `submit`.
     """
     self.submit(Accumulate(segments)).wait()
+
+  def zero(self, arrays_out: Sequence[np.ndarray]) -> None:
+    """Submits a `Zero` and waits for it.
+
+    Args:
+      arrays_out: one-dimensional contiguous arrays of any type of numbers.
+
+    Raises:
+      TypeError: as in `submit`.
+      ValueError: as in `submit`.
+    """
+    self.submit(Zero(arrays_out)).wait()
 
   def close(self) -> None:
     """Ends the threads, after all that was submitted; may be called again."""

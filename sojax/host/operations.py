@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from sojax import _cpu_ops
 from sojax.host.record import Record, Taken, check_bytes_per_param
 from sojax.host.segments import (
@@ -13,6 +15,8 @@ from sojax.host.segments import (
   Segment,
 )
 from sojax.plan.adamw import AdamScalars
+
+_SCALARS = [field.name for field in dataclasses.fields(AdamScalars)]
 
 
 class Operation(Protocol):
@@ -237,14 +241,32 @@ class Narrow:
     return pool.narrow(_fields(self.segments))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Zero:
+  """Sets every byte of some arrays to zero.
+
+  Pages that were never written come into RAM by that: near the cores of the
+  pool's threads, if the memory is not bound to a NUMA node.
+
+  Attributes:
+    arrays_out: one-dimensional contiguous arrays of any type of numbers. Errors
+      name the i-th `segments[i].array_out`.
+  """
+
+  arrays_out: Sequence[np.ndarray]
+
+  def submit_to(self, pool: _cpu_ops.Pool) -> _cpu_ops.Submitted:
+    """Checks all arguments and puts the operation into the queue."""
+    return pool.zero([(array,) for array in self.arrays_out])
+
+
 def _fields(segments):
   return [segment.fields() for segment in segments]
 
 
 def _params(scalars: AdamScalars, grad_scale: float) -> _cpu_ops.AdamParams:
-  return _cpu_ops.AdamParams(
-    **dataclasses.asdict(scalars), grad_scale=float(grad_scale)
-  )
+  values = {name: getattr(scalars, name) for name in _SCALARS}
+  return _cpu_ops.AdamParams(**values, grad_scale=float(grad_scale))
 
 
 def _record_fields(record: Record):

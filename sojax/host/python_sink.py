@@ -26,6 +26,15 @@ _SINKS: "weakref.WeakValueDictionary[int, PythonSink]" = (
 )
 
 
+def check_num_devices(num_devices: int) -> None:
+  """Raises ValueError for more devices than a PythonSink can serve."""
+  if num_devices > 1:
+    raise ValueError(
+      f"io_callback on {num_devices} devices can hang; use one device, or"
+      " gradients_out='callback'"
+    )
+
+
 class PythonSink:
   """Destinations of gradients on the host, and who waits for them.
 
@@ -55,11 +64,7 @@ class PythonSink:
     Raises:
       ValueError: for more than one device.
     """
-    if len(sharding.device_set) != 1:
-      raise ValueError(
-        f"io_callback on {len(sharding.device_set)} devices can hang; use one"
-        " device, or gradients_out='callback'"
-      )
+    check_num_devices(len(sharding.device_set))
     number = next(_NUMBERS)
     operand = jnp.full((1,), number, jnp.int32)
     (arrays,) = destinations.values()

@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sojax.plan.adamw import AdamScalars
+from sojax.plan.records import codes_bytes, num_escapes, num_offsets
 
-_GROUP_ELEMS = 64
-_CHUNK_ELEMS = 1 << 14
 _ALIGNMENT = 64
 _LEFT_OUT = -1
 
@@ -83,6 +82,7 @@ def new_record(
   bytes_per_param: int = 3,
   escape_bytes_per_param: float = 0.5,
   empty: Callable[[int, npt.DTypeLike], np.ndarray] | None = None,
+  empty_escapes: Callable[[int, npt.DTypeLike], np.ndarray] | None = None,
 ) -> Record:
   """Allocates a record.
 
@@ -93,6 +93,7 @@ def new_record(
       of all parameters. 12 is enough for any step.
     empty: gives memory: called with a length and a dtype, it returns an array
       aligned to 64 bytes (an Arena's method). None takes NumPy's.
+    empty_escapes: likewise, for the escapes; None takes `empty`.
 
   Returns:
     A record that holds no step.
@@ -112,30 +113,12 @@ def new_record(
   offsets[-1] = 0
   return Record(
     empty(codes_bytes(lengths, bytes_per_param), np.uint8),
-    empty(int(escape_bytes_per_param * sum(lengths)) // 4, np.float32),
+    (empty_escapes or empty)(
+      num_escapes(lengths, escape_bytes_per_param), np.float32
+    ),
     offsets,
     bytes_per_param=bytes_per_param,
   )
-
-
-def codes_bytes(lengths: Sequence[int], bytes_per_param: int) -> int:
-  """Returns the bytes of all codes: whole groups of 64 for each segment.
-
-  >>> codes_bytes([64, 65, 0], 3)
-  576
-  """
-  return sum(
-    -(-n // _GROUP_ELEMS) * _GROUP_ELEMS * bytes_per_param for n in lengths
-  )
-
-
-def num_offsets(lengths: Sequence[int]) -> int:
-  """Returns the length of `Record.offsets`: one for each chunk and one more.
-
-  >>> num_offsets([1, 2**14 + 1])
-  4
-  """
-  return sum(-(-n // _CHUNK_ELEMS) for n in lengths) + 1
 
 
 def check_bytes_per_param(bytes_per_param: int) -> None:

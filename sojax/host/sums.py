@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -43,14 +43,17 @@ class GradientSums:
   left, failed or not.
   """
 
-  def __init__(self, layout: Layout):
+  def __init__(
+    self, layout: Layout, make_arena: Callable[[int], Arena] = Arena
+  ):
     """Allocates the sums.
 
     Args:
       layout: the model cut into buckets. Those that are trained on the host are
         added up here.
+      make_arena: makes the arena that they lie in, of so many bytes.
     """
-    buckets = [b for b in layout.buckets if b.trained and not b.on_device]
+    buckets = layout.updated_by_host
     self._num_shards = layout.num_shards
     self._pieces = {
       bucket.index: list(_pieces(bucket, layout.num_shards))
@@ -64,15 +67,13 @@ class GradientSums:
     for piece in sorted(every, key=lambda piece: (piece.leaf, piece.start)):
       self._first_chunk[piece] = num_chunks
       num_chunks += piece.num_chunks
-    arena = Arena(
+    arena = make_arena(
       Arena.bytes_for([8 * num_chunks, *(4 * b.size for b in buckets)])
     )
     self._sumsq = arena.empty(num_chunks, np.float64)
     self._sums = {
       bucket.index: arena.empty(bucket.size, np.float32) for bucket in buckets
     }
-    for array in (self._sumsq, *self._sums.values()):
-      array.fill(0.0)
 
   def units(self, bucket: Bucket) -> list[list[np.ndarray]]:
     """Returns the sums: flat views, one for each shard of each wire unit."""
@@ -114,6 +115,17 @@ class GradientSums:
         )
       )
     kernel(segments)
+
+  def squares(self, bucket: Bucket) -> np.float64:
+    """Returns the sum of the squares of one bucket's complete sums."""
+    with np.errstate(over="ignore", invalid="ignore"):
+      return np.float64(
+        sum(
+          self._sumsq[first : first + piece.num_chunks].sum()
+          for piece in self._pieces[bucket.index]
+          for first in (self._first_chunk[piece],)
+        )
+      )
 
   def sum_of_squares(self) -> np.float32:
     """Returns the sum of the squares of all sums: one float64 sum, rounded.

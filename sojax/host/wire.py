@@ -17,6 +17,7 @@ import numpy as np
 from jax import Shard
 
 from sojax.cluster.mesh import Placement, pinned_host
+from sojax.plan.buckets import Bucket
 
 
 class WireBuffer:
@@ -33,6 +34,32 @@ class WireBuffer:
     self.array = jax.device_put(zeros, pinned_host(placement.units))
     self.array.block_until_ready()
     self.shards_inout = [_writable(shard) for shard in _shards(self.array)]
+
+
+class WorkingCopy:
+  """The working weights of some host buckets, in pinned memory.
+
+  Attributes:
+    buffers: those of each wire unit, by bucket index.
+  """
+
+  def __init__(
+    self, buckets: Iterable[Bucket], dtype: str, placement: Placement
+  ):
+    self.buffers = {
+      bucket.index: [
+        WireBuffer(unit.shape, dtype, placement) for unit in bucket.units
+      ]
+      for bucket in buckets
+    }
+
+  @property
+  def shards_inout(self) -> dict[int, list[list[np.ndarray]]]:
+    """The same memory as NumPy arrays: those of each shard of each unit."""
+    return {
+      index: [buffer.shards_inout for buffer in buffers]
+      for index, buffers in self.buffers.items()
+    }
 
 
 def host_shards(array: jax.Array) -> list[np.ndarray]:

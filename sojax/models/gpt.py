@@ -16,7 +16,7 @@ References:
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import jax
@@ -143,10 +143,18 @@ class GPT(nnx.Module):
 def abstract_gpt(config: GPTConfig) -> GPT:
   """Describes a GPT of any size without allocating it.
 
+  One block is traced; the others are copies of it.
+
   Returns:
     A GPT whose variables hold `jax.ShapeDtypeStruct`.
   """
-  return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+  one_block = replace(config, num_layers=1)
+  model = nnx.eval_shape(lambda: GPT(one_block, rngs=nnx.Rngs(0)))
+  first = model.blocks[0]
+  copies = [nnx.clone(first) for _ in range(config.num_layers - 1)]
+  model.blocks = nnx.List([first, *copies])
+  model.config = config
+  return model
 
 
 class Embed(nnx.Module):

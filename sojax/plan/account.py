@@ -6,9 +6,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from sojax.plan.buckets import Bucket, Layout, WireUnit
+from sojax.plan.casts import SeparateCasts
 from sojax.plan.config import TrainConfig
 from sojax.plan.network import Needs, network_bytes
 from sojax.plan.plan import DTYPE_BYTES, Plan, WireDtypes
+from sojax.plan.records import record_bytes, speculating_buckets
+from sojax.plan.residency import Residency
+
+PINNED = ("working_copy", "ring", "gradients", "stage_inputs")
+"""The host's purposes whose memory is pinned."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,18 +22,21 @@ class Account:
   """Bytes by purpose, at most at any time between and during steps.
 
   The user's own model is not in it, nor are temporaries inside programs, which
-  on several devices are also the weights that a stage gathers.
+  on several devices are also the weights that a stage gathers, nor what a
+  checkpoint takes that is written while no step runs (see `sojax.checkpoint`).
 
   Attributes:
-    host: host memory: "masters", "moments", "working_copy" (weight-flow,
-      pinned), "ring" (weight-stationary, pinned), "gradients" (pinned),
-      "accumulators" (accumulate="host") and "stage_inputs"
-      (activations="offload", pinned).
-    device: memory of one device: "weights" (in weight-flow those of the
-      window), "device_buckets" (masters and moments), "gradients" (what
-      programs return of them: not those that leave while a program runs),
-      "tied_gradients", "partial_sums" (accumulation of what the device adds
-      up), "stage_inputs" and "residuals" (activations="keep").
+    host: host memory: "masters" (what is left of them if they are split),
+      "moments", "working_copy" (weights that flow, or split masters, pinned),
+      "ring" (else, pinned), "gradients" (pinned), "wide_gradients" (of one
+      bucket, grad_cast="host_separate"), "accumulators" (accumulate="host"),
+      "records" (what takes updates back, with all the room for escapes) and
+      "stage_inputs" (activations="offload", pinned).
+    device: memory of one device: "weights" (of those that flow what the window
+      has, and what stays for backward), "device_buckets" (masters and moments),
+      "gradients" (what programs return of them: not those that leave while a
+      program runs), "tied_gradients", "partial_sums" (accumulation of what the
+      device adds up), "stage_inputs" and "residuals" (activations="keep").
     network: what collectives carry in a step; see
       `sojax.plan.network.network_bytes`.
   """
@@ -40,6 +49,11 @@ class Account:
   def host_bytes(self) -> int:
     """All host bytes."""
     return sum(self.host.values())
+
+  @property
+  def pinned_bytes(self) -> int:
+    """Those of the host that are pinned; JAX hands them out."""
+    return sum(self.host[name] for name in PINNED)
 
   @property
   def device_bytes(self) -> int:
@@ -60,13 +74,14 @@ def ring_counts(layout: Layout, plan: Plan) -> dict[tuple[int, ...], int]:
   """Returns how many pinned buffers of each shape weights go through.
 
   Enough for `plan.ring_slots` buckets at once, and never more than there are
-  units. Weight-flow needs none.
+  units. Buckets in the working copy need none.
   """
+  residency = Residency.of(layout, plan)
   total: collections.Counter[tuple[int, ...]] = collections.Counter()
   most: collections.Counter[tuple[int, ...]] = collections.Counter()
-  if plan.weights == "flow":
-    return {}
-  for bucket in _trained_on_host(layout):
+  for bucket in layout.updated_by_host:
+    if residency.is_copied(bucket):
+      continue
     count = collections.Counter(unit.shape for unit in bucket.units)
     total += count
     most |= count
@@ -99,12 +114,15 @@ def make_account(
     The account.
 
   Raises:
-    ValueError: if the plan's activations are those of another number of stages.
+    ValueError: if the plan's weights or activations are those of another number
+      of stages, or weights of device buckets flow.
   """
   wire = WireDtypes.of(plan, config)
   on_host = [b for b in layout.buckets if not b.on_device]
   on_device = [b for b in layout.buckets if b.on_device]
-  flow = plan.weights == "flow"
+  residency = Residency.of(layout, plan)
+  master_bytes = 2 if plan.master == "split" else 4
+  copied = filter(residency.is_copied, on_host)
   ring_elems = sum(
     math.prod(shape) * count
     for shape, count in ring_counts(layout, plan).items()
@@ -112,18 +130,23 @@ def make_account(
   inputs = _StageInputs.of(layout, plan, stage_input_bytes)
   grads_on_host, grads_on_device = _gradients(layout, plan, config)
   host = {
-    "masters": 4 * _elems(on_host),
-    "moments": 8 * _elems(_trained_on_host(layout)),
-    "working_copy": wire.weight_bytes * _elems(on_host) if flow else 0,
+    "masters": master_bytes * _elems(on_host),
+    "moments": 8 * _elems(layout.updated_by_host),
+    "working_copy": wire.weight_bytes * _elems(copied),
     "ring": wire.weight_bytes * ring_elems,
     **grads_on_host,
+    "records": sum(
+      record_bytes(bucket, plan, layout.num_shards).total
+      for bucket in speculating_buckets(layout, plan)
+    ),
     "stage_inputs": layout.num_shards * inputs.on_host_bytes,
   }
   working = DTYPE_BYTES[config.working_dtype]
   tied = {i for leaves in layout.model.borrowed for i in leaves}
   leaves = layout.model.leaves
   device = {
-    "weights": (_flowing if flow else _stationary)(layout, plan, config),
+    "weights": staying_bytes(layout, plan, config)
+    + _flowing(layout, plan, config),
     "device_buckets": 12 * _elems(on_device) // layout.num_shards,
     **grads_on_device,
     "tied_gradients": working
@@ -140,26 +163,54 @@ def _gradients(
 ) -> tuple[dict[str, int], dict[str, int]]:
   """Returns the bytes of gradients and of their sums, host and device."""
   wire_bytes = WireDtypes.of(plan, config).grad_bytes
-  of_host = _elems(_trained_on_host(layout))
+  of_host = _elems(layout.updated_by_host)
   of_device = _elems([b for b in layout.buckets if b.on_device])
   adding_on_host = plan.accumulate == "host"
   added_on_device = of_device + (0 if adding_on_host else of_host)
   num_grads = plan.num_grads_on_host(
     layout.model.num_stages, config.accumulation
   )
+  at_once = num_grads * of_host
+  if plan.park == "device":
+    at_once = _largest_run(layout.updated_by_host, plan.ring_slots)
+  largest = max((b.size for b in layout.updated_by_host), default=0)
+  widening = SeparateCasts.of(plan, config).widen
   on_host = {
-    "gradients": wire_bytes * num_grads * of_host,
+    "gradients": wire_bytes * at_once,
+    "wide_gradients": 4 * largest if widening else 0,
     "accumulators": 4 * of_host if adding_on_host else 0,
   }
   partial_sums = 4 * added_on_device if config.accumulation > 1 else 0
   returned = of_device
   if plan.transport(layout.model.num_stages) == "dma":
-    returned += num_grads * of_host
+    returned += min(num_grads * of_host, _leaving(layout, plan, config))
   on_device = {
     "gradients": wire_bytes * returned // layout.num_shards,
     "partial_sums": partial_sums // layout.num_shards,
   }
   return on_host, on_device
+
+
+def _leaving(layout: Layout, plan: Plan, config: TrainConfig) -> int:
+  """Returns the elements of the gradients of `grad_window` backwards, at most.
+
+  Of those of all micro-batches, one after the other; the backward that comes
+  next is not dispatched before.
+  """
+  host = [
+    _elems(b for b in layout.of_stage(stage) if b.host_updates)
+    for stage in reversed(range(layout.model.num_stages))
+  ]
+  window = plan.grad_window or len(host) * config.accumulation
+  in_order = host * min(config.accumulation, 2)
+  firsts = range(max(len(in_order) - window, 0) + 1)
+  return max(sum(in_order[first : first + window]) for first in firsts)
+
+
+def _largest_run(buckets: Sequence[Bucket], count: int) -> int:
+  """Returns the elements of as many buckets in a row as have most."""
+  firsts = range(max(len(buckets) - count, 0) + 1)
+  return max(_elems(buckets[first : first + count]) for first in firsts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +254,8 @@ class _StageInputs:
     return 2 * sum(self.moving[:2])
 
 
-def _stationary(layout: Layout, plan: Plan, config: TrainConfig) -> int:
-  """Bytes of the working weights on the device.
+def staying_bytes(layout: Layout, plan: Plan, config: TrainConfig) -> int:
+  """Returns the bytes of weight-stationary stages' weights on one device.
 
   What arrives in another dtype, packed or cut waits as it is for the next use
   of its stage. In float32 the masters of device buckets are working weights. A
@@ -221,8 +272,10 @@ def _stationary(layout: Layout, plan: Plan, config: TrainConfig) -> int:
     for unit in bucket.units
     if _is_whole_leaf(layout, unit)
   ]
+  residency = Residency.of(layout, plan)
+  staying = [b for b in layout.buckets if not residency.flows(b)]
   elems = {
-    host: _elems([b for b in layout.buckets if b.on_device is not host])
+    host: _elems(b for b in staying if b.on_device is not host)
     for host in (True, False)
   }
   if layout.num_shards > 1:
@@ -236,43 +289,81 @@ def _stationary(layout: Layout, plan: Plan, config: TrainConfig) -> int:
   )
 
 
-def _flowing(layout: Layout, plan: Plan, config: TrainConfig) -> int:
-  """Bytes of the weights of as many uses as the window has, at most.
+@dataclasses.dataclass(frozen=True)
+class FlowingBytes:
+  """Bytes of a bucket's weights on one device, when they have flowed in.
 
-  A use takes its units, and the leaves that are put together from them.
+  Attributes:
+    whole: of leaves that are used as they arrive.
+    packed: of what else arrives; not needed when its use has ended.
+    unpacked: of the leaves that are put together from it. On several devices
+      there are none outside of programs.
   """
+
+  whole: int
+  packed: int
+  unpacked: int
+
+  @property
+  def during_use(self) -> int:
+    """All that there is while a use runs."""
+    return self.whole + self.packed + self.unpacked
+
+  @property
+  def staying(self) -> int:
+    """What stays for a later use."""
+    return self.whole + self.unpacked
+
+
+def flowing_bytes(
+  layout: Layout, plan: Plan, config: TrainConfig, bucket: Bucket
+) -> FlowingBytes:
+  """Returns the bytes of a bucket's weights on one device in weight-flow."""
   working = DTYPE_BYTES[config.working_dtype]
   arriving = WireDtypes.of(plan, config).weight_bytes
-  last = layout.model.num_stages - 1
-  by_stage = []
-  for stage in range(last + 1):
-    units = [u for b in layout.used_by(stage) for u in b.units]
-    as_they_are = sum(
-      unit.size
-      for unit in units
-      if arriving == working and _is_whole_leaf(layout, unit)
-    )
-    elems = sum(unit.size for unit in units)
-    if layout.num_shards > 1:
-      by_stage.append(arriving * elems // layout.num_shards)
-      continue
-    by_stage.append(arriving * elems + working * (elems - as_they_are))
-  uses = [*range(last), *reversed(range(last + 1))]
-  window = min(plan.flow_window, len(uses))
-  around = uses + uses[:window]
-  return max(
-    sum(by_stage[stage] for stage in around[first : first + window])
-    for first in range(len(uses))
+  if layout.num_shards > 1:
+    return FlowingBytes(arriving * bucket.size // layout.num_shards, 0, 0)
+  whole = sum(
+    unit.size
+    for unit in bucket.units
+    if arriving == working and _is_whole_leaf(layout, unit)
   )
+  rest = bucket.size - whole
+  return FlowingBytes(working * whole, arriving * rest, working * rest)
+
+
+def _flowing(layout: Layout, plan: Plan, config: TrainConfig) -> int:
+  """Bytes of the weights that have flowed in, at most.
+
+  Those of as many uses as the window has, and what stays from forward to
+  backward. `levels` has them by the first use that has not ended.
+  """
+  residency = Residency.of(layout, plan)
+  last = layout.model.num_stages - 1
+  uses = [(stage, False) for stage in range(last)]
+  uses += [(stage, True) for stage in reversed(range(last + 1))]
+  uses = [use for use in uses if residency.flowing_to(use[0])]
+  ends = {stage: place for place, (stage, _) in enumerate(uses)}
+  window = min(plan.flow_window, len(uses) * config.accumulation)
+  levels = [0] * len(uses)  # one micro-batch is as the other
+  for place, (stage, backward) in enumerate(uses):
+    found = [
+      flowing_bytes(layout, plan, config, bucket)
+      for bucket in residency.fetched_for(stage, backward=backward)
+    ]
+    during_use = sum(x.during_use for x in found)
+    staying = sum(x.staying for x in found)
+    for first in range(place - window + 1, place + 1):
+      levels[first % len(uses)] += during_use
+    if not backward and residency.stay(stage):
+      for first in range(place + 1, ends[stage] + 1):
+        levels[first] += staying
+  return max(levels, default=0)
 
 
 def _is_whole_leaf(layout: Layout, unit: WireUnit) -> bool:
   first = layout.model.leaves[unit.slices[0].leaf]
   return len(unit.slices) == 1 and unit.shape == first.shape
-
-
-def _trained_on_host(layout: Layout) -> list[Bucket]:
-  return [b for b in layout.buckets if b.trained and not b.on_device]
 
 
 def _elems(buckets: Iterable[Bucket]) -> int:

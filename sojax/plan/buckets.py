@@ -1,6 +1,8 @@
 """Buckets: slices of parameters that are scheduled and updated together."""
 
 import dataclasses
+import fractions
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -69,7 +71,14 @@ class ModelShape:
 
   def own(self, stage: int) -> tuple[int, ...]:
     """Returns the indices of the leaves that `stage` owns."""
-    return tuple(i for i, leaf in enumerate(self.leaves) if leaf.stage == stage)
+    return self._own[stage]
+
+  @functools.cached_property
+  def _own(self) -> tuple[tuple[int, ...], ...]:
+    by_stage: list[list[int]] = [[] for _ in self.stage_names]
+    for index, leaf in enumerate(self.leaves):
+      by_stage[leaf.stage].append(index)
+    return tuple(map(tuple, by_stage))
 
   def used(self, stage: int) -> tuple[int, ...]:
     """Returns the indices of the leaves that `stage` computes with."""
@@ -90,7 +99,7 @@ class Slice:
     return self.stop - self.start
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class WireUnit:
   """What one transfer carries: one large slice, or small slices packed.
 
@@ -104,13 +113,13 @@ class WireUnit:
   slices: tuple[Slice, ...]
   shape: tuple[int, ...]
 
-  @property
+  @functools.cached_property
   def size(self) -> int:
     """Number of elements, zeros at the end included."""
     return math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Bucket:
   """Wire units that are updated together.
 
@@ -128,7 +137,7 @@ class Bucket:
   units: tuple[WireUnit, ...]
   on_device: bool
 
-  @property
+  @functools.cached_property
   def size(self) -> int:
     """Number of elements."""
     return sum(unit.size for unit in self.units)
@@ -137,6 +146,11 @@ class Bucket:
   def trained(self) -> bool:
     """Whether the optimizer updates it."""
     return self.group is not None
+
+  @property
+  def host_updates(self) -> bool:
+    """Whether the host updates it."""
+    return self.trained and not self.on_device
 
   @property
   def slices(self) -> Iterator[Slice]:
@@ -167,9 +181,21 @@ class Layout:
     )
     return frozenset(device & host)
 
+  @property
+  def updated_by_host(self) -> tuple[Bucket, ...]:
+    """The buckets that the host updates."""
+    return tuple(b for b in self.buckets if b.host_updates)
+
   def of_stage(self, stage: int) -> tuple[Bucket, ...]:
     """Returns the buckets of the leaves that `stage` owns."""
-    return tuple(b for b in self.buckets if b.stage == stage)
+    return self._of_stage[stage]
+
+  @functools.cached_property
+  def _of_stage(self) -> tuple[tuple[Bucket, ...], ...]:
+    by_stage: list[list[Bucket]] = [[] for _ in self.model.stage_names]
+    for bucket in self.buckets:
+      by_stage[bucket.stage].append(bucket)
+    return tuple(map(tuple, by_stage))
 
   def units_used_by(self, stage: int) -> tuple[tuple[Bucket, int], ...]:
     """Returns where the units are that hold anything `stage` computes with.
@@ -180,17 +206,27 @@ class Layout:
     used = set(self.model.used(stage))
     return tuple(
       (bucket, number)
-      for bucket in self.buckets
+      for bucket in self.used_by(stage)
       for number, unit in enumerate(bucket.units)
       if any(s.leaf in used for s in unit.slices)
     )
 
   def used_by(self, stage: int) -> tuple[Bucket, ...]:
     """Returns the buckets that hold anything `stage` computes with."""
-    used = set(self.model.used(stage))
-    return tuple(
-      b for b in self.buckets if any(s.leaf in used for s in b.slices)
-    )
+    return self._used_by[stage]
+
+  @functools.cached_property
+  def _used_by(self) -> tuple[tuple[Bucket, ...], ...]:
+    users: dict[int, list[int]] = {}
+    for stage in range(self.model.num_stages):
+      for leaf in self.model.used(stage):
+        users.setdefault(leaf, []).append(stage)
+    by_stage: list[list[Bucket]] = [[] for _ in self.model.stage_names]
+    for bucket in self.buckets:
+      leaves = {piece.leaf for piece in bucket.slices}
+      for stage in {s for leaf in leaves for s in users.get(leaf, ())}:
+        by_stage[stage].append(bucket)
+    return tuple(map(tuple, by_stage))
 
 
 def plan_buckets(
@@ -199,6 +235,7 @@ def plan_buckets(
   bucket_bytes: int,
   elem_bytes: int,
   device_buckets: int = 0,
+  host_ratio: float | None = None,
   num_shards: int = 1,
   backward_order: Sequence[int] | None = None,
 ) -> Layout:
@@ -215,6 +252,8 @@ def plan_buckets(
     bucket_bytes: soft upper limit of one bucket, in bytes on the wire.
     elem_bytes: bytes of one element on the wire (2 for bfloat16).
     device_buckets: how many of the last trained buckets live on the device.
+    host_ratio: instead of that, which part of them all does not; see
+      `sojax.plan.plan.Plan`.
     num_shards: devices that each own a shard of every wire unit.
     backward_order: indices of all leaves; those of a stage in the order in
       which its backward finishes them. By default as they are in the model.
@@ -255,6 +294,8 @@ def plan_buckets(
     # A bucket is finished when the last of its leaves is.
     cut += sorted(of_stage, key=lambda x: max(finished[s.leaf] for s in x[2]))
   num_trained = sum(group is not None for _, group, _ in cut)
+  if host_ratio is not None:
+    device_buckets = num_trained - _part(host_ratio, num_trained)
   if device_buckets > num_trained:
     raise ValueError(
       f"device_buckets={device_buckets} exceeds the {num_trained} trained"
@@ -269,6 +310,16 @@ def plan_buckets(
     units = _wire_units(model, slices, elem_bytes, num_shards)
     buckets.append(Bucket(len(buckets), stage, group, units, on_device))
   return Layout(model=model, buckets=tuple(buckets), num_shards=num_shards)
+
+
+def _part(ratio: float, count: int) -> int:
+  """Returns a part of some things, to the nearest whole; halves count as one.
+
+  Of the decimal number that a float is written as: 0.9 of 10 are not less than
+  9, and 0.7 of 5 are 3.5.
+  """
+  exact = fractions.Fraction(str(float(ratio))) * count
+  return math.floor(exact + fractions.Fraction(1, 2))
 
 
 def _fill(

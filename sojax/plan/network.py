@@ -16,6 +16,47 @@ class Needs:
   backward: frozenset[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class CollectiveBytes:
+  """What the collectives of one micro-batch carry, by stage.
+
+  Attributes:
+    forward: bytes of weights that a stage's forward gathers; 0 of the last one.
+    backward: bytes that its backward gathers.
+    scatter: bytes of float32 gradients that its backward adds up.
+  """
+
+  forward: tuple[int, ...]
+  backward: tuple[int, ...]
+  scatter: tuple[int, ...]
+
+
+def collective_bytes(
+  layout: Layout, config: TrainConfig, needs: Sequence[Needs]
+) -> CollectiveBytes:
+  """Returns what the collectives of each stage carry.
+
+  Args:
+    layout: the model cut into units, each with a shard on every device.
+    config: what is trained.
+    needs: what each stage reads.
+  """
+  working = DTYPE_BYTES[config.working_dtype]
+  stages = range(layout.model.num_stages)
+  return CollectiveBytes(
+    forward=(
+      *(working * _elems(layout, s, needs[s].forward) for s in stages[:-1]),
+      0,
+    ),
+    backward=tuple(
+      working * _elems(layout, s, needs[s].backward) for s in stages
+    ),
+    scatter=tuple(
+      4 * sum(b.size for b in layout.of_stage(s) if b.trained) for s in stages
+    ),
+  )
+
+
 def network_bytes(
   layout: Layout, config: TrainConfig, needs: Sequence[Needs]
 ) -> dict[str, int]:
@@ -38,16 +79,12 @@ def network_bytes(
   """
   if layout.num_shards == 1:
     return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-  stages = range(layout.model.num_stages)
-  gathered = sum(
-    _elems(layout, stage, needs[stage].forward) for stage in stages[:-1]
-  ) + sum(_elems(layout, stage, needs[stage].backward) for stage in stages)
-  gradients = sum(bucket.size for bucket in layout.buckets if bucket.trained)
+  carried = collective_bytes(layout, config, needs)
   times = config.accumulation
-  working = DTYPE_BYTES[config.working_dtype]
   return {
-    "all_gather": times * working * gathered + 4 * layout.num_shards,
-    "reduce_scatter": times * 4 * gradients,
+    "all_gather": times * (sum(carried.forward) + sum(carried.backward))
+    + 4 * layout.num_shards,
+    "reduce_scatter": times * sum(carried.scatter),
     "all_reduce": times * 4,
   }
 

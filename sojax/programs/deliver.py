@@ -56,7 +56,7 @@ def deliver(
   if partial:
     sums = tuple(a + b for a, b in zip(partial, sums, strict=True))
   out = BackwardOut(
-    sumsq=spec.ranks.stack(jnp.zeros((len(sums),), jnp.float32)),
+    sumsq=spec.ranks.stack(_zeros(len(sums))),
     tied=tuple(map(spec.ranks.stack, grads[num_own:])),
   )
   if not last_micro:
@@ -114,7 +114,16 @@ def _on_wire(spec: StageSpec, total: jax.Array) -> jax.Array:
 
 def _sums_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
   if not grads:
-    return jnp.zeros((0,), jnp.float32)
+    return _zeros(0)
   return jnp.stack(
     [jnp.sum(jnp.square(grad.astype(jnp.float32))) for grad in grads]
   )
+
+
+def _zeros(num_sums: int) -> jax.Array:
+  """Returns sums of nothing, at least one.
+
+  From a body of shard_map whose only result has no elements XLA removes
+  everything, the deliveries as well.
+  """
+  return jnp.zeros((max(num_sums, 1),), jnp.float32)

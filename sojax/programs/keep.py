@@ -23,9 +23,7 @@ from sojax.plan.plan import Plan
 from sojax.programs.deliver import deliver
 from sojax.programs.manual import ROWS, SHARDS, WHOLE, manual_jit
 from sojax.programs.spec import BACKWARD_OUT_SPECS, BackwardOut, StageSpec
-from sojax.programs.split_model import SplitModel
 from sojax.programs.stages import StagePrograms, pull_back
-from sojax.programs.trace import StageShapes
 from sojax.programs.zero import parameters
 
 _X, _Y, _FIRST_ARRAY = range(3)
@@ -93,7 +91,7 @@ class KeepPrograms:
   def __init__(self, spec: StageSpec, placement: Placement):
     self.spec = spec
     self.forward = manual_jit(
-      lambda *args: _forward(spec, *args),
+      lambda *args: run_forward_keeping(spec, *args),
       placement,
       in_specs=(SHARDS, WHOLE, ROWS),
       out_specs=(ROWS, WHOLE, SHARDS),
@@ -134,51 +132,20 @@ def make_keep_programs(
   }
 
 
-def trace_kept_bytes(
-  split: SplitModel,
-  programs: Mapping[int, KeepPrograms],
-  shapes: Sequence[StageShapes],
-) -> dict[int, int]:
-  """Returns the bytes that each stage's forward leaves on a device, by stage.
-
-  Args:
-    split: the model.
-    programs: the programs of the stages that keep their activations.
-    shapes: what goes into each stage and comes out.
-
-  Returns:
-    Bytes of the arrays that forward returns for backward, computing nothing.
-  """
-  num_bytes = {}
-  for stage, program in programs.items():
-    spec, x = program.spec, shapes[stage].x
-    if spec.gathered is not None:
-      given = [unit.shape for unit in spec.gathered.units]
-    else:
-      given = [split.shape.leaves[leaf].shape for leaf in split.used[stage]]
-    dtype = jnp.dtype(spec.working_dtype)
-    params = [jax.ShapeDtypeStruct(shape, dtype) for shape in given]
-    rows = jax.ShapeDtypeStruct(
-      (x.shape[0] * spec.ranks.number, *x.shape[1:]), x.dtype
-    )
-    _, _, kept = program.forward.eval_shape(params, split.other[stage], rows)
-    on_all = sum(x.size * x.dtype.itemsize for x in kept.arrays)
-    num_bytes[stage] = on_all // spec.ranks.number
-  return num_bytes
-
-
 @functools.lru_cache
 def _programs(spec: StageSpec, placement: Placement) -> KeepPrograms:
   """Keeps programs, so that equal stages and equal models compile once."""
   return KeepPrograms(spec, placement)
 
 
-def _forward(
+def run_forward_keeping(
   spec: StageSpec,
   params: Sequence[jax.Array],
   other: Sequence[jax.Array],
   x: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], Kept]:
+  """Runs a stage and keeps its residuals; see KeepPrograms.forward."""
+
   def run(params, other, x):
     y, pull, new_other = pull_back(spec, parameters(spec, params), other, x)
     return x, y, new_other, jax.tree.leaves(pull)

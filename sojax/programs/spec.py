@@ -141,8 +141,9 @@ class BackwardOut:
       others those that are sent; but for those that backward delivers itself.
     sumsq: float32 [n], sums of squares of what the device has added up, as it
       crosses the wire: of each parameter, or of each unit that is not sent; of
-      several ranks stacked. From all micro-batches but the last, zeros. It is
-      never donated, so it tells when the program has ended.
+      several ranks stacked. From all micro-batches but the last, zeros; and
+      one zero if there are none. It is never donated, so it tells when the
+      program has ended.
     loss: float32 scalar, from the last stage.
     other: the stage's new other state, from the last stage.
   """

@@ -33,7 +33,7 @@ class StageShapes:
 def trace_stages(
   split: SplitModel, working_dtype: str, batch_shape: tuple[int, int]
 ) -> tuple[StageShapes, ...]:
-  """Traces a step's forward without computing anything.
+  """Traces a step's forward without computing anything; equal stages once.
 
   Args:
     split: the model.
@@ -54,10 +54,16 @@ def trace_stages(
   ]
   x = jax.ShapeDtypeStruct(batch_shape, jnp.int32)
   shapes = []
+  known: dict[Any, tuple[Any, tuple[int, ...]]] = {}
   for stage, name in enumerate(split.shape.stage_names):
     params = [leaves[leaf] for leaf in split.used[stage]]
     last = stage == split.shape.num_stages - 1
-    y, order = _trace(split, stage, params, x, batch_shape if last else None)
+    other = tuple((leaf.shape, leaf.dtype) for leaf in split.other[stage])
+    key = split.parts[stage], tuple(params), other, x, last
+    if key not in known:
+      targets = batch_shape if last else None
+      known[key] = _trace(split, stage, params, x, targets)
+    y, order = known[key]
     if not isinstance(y, jax.ShapeDtypeStruct) or not jnp.issubdtype(
       y.dtype, jnp.floating
     ):

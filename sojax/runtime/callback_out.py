@@ -34,10 +34,7 @@ class CallbackOut(GradientsOut):
       layout: the model cut into buckets.
       plan: names one of SINKS, and the side that adds up micro-batches.
       config: what is trained.
-      placement: the mesh.
-
-    Raises:
-      ValueError: if the sink is not one for as many devices.
+      placement: the mesh; of one device for "io_callback".
     """
     super().__init__(of_micro_batches=plan.accumulate == "host")
     num_stages = layout.model.num_stages
@@ -90,7 +87,7 @@ class CallbackOut(GradientsOut):
     """Allocates the buffers of a stage's host buckets, in their order."""
     in_order: list[WireBuffer] = []
     for bucket in self._layout.of_stage(stage):
-      if not bucket.trained or bucket.on_device:
+      if not bucket.host_updates:
         continue
       buffers = [
         WireBuffer(unit.shape, self._grad_dtype, self._placement)

@@ -1,16 +1,15 @@
 """Dispatches forward and backward of the stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from sojax.graph.graph import Task
-from sojax.plan.buckets import Layout
-from sojax.programs.keep import KeepPrograms
-from sojax.programs.split_model import SplitModel
-from sojax.programs.stages import StagePrograms
 from sojax.runtime.executor import Wait
 from sojax.runtime.gradients_out import GradientsOut
+from sojax.runtime.setup import Setup
+from sojax.runtime.speculation import NormSource
 from sojax.runtime.step import MicroBatch, Step
 from sojax.runtime.weights_in import Weights
 
@@ -19,31 +18,22 @@ class Compute:
   """Forward and backward tasks, and evaluation."""
 
   def __init__(
-    self,
-    split: SplitModel,
-    layout: Layout,
-    programs: Sequence[StagePrograms],
-    keep_programs: Mapping[int, KeepPrograms],
-    weights: Weights,
-    gradients_out: GradientsOut,
+    self, setup: Setup, weights: Weights, gradients_out: GradientsOut
   ):
     """Remembers what to dispatch.
 
     Args:
-      split: the model.
-      layout: how it is cut into buckets.
-      programs: the programs of each stage.
-      keep_programs: those of the stages that keep their activations.
+      setup: the model and its programs.
       weights: the working weights.
       gradients_out: where the backwards' gradients go.
     """
-    self._used = split.used
-    self._layout = layout
-    self._programs = programs
-    self._keep_programs = keep_programs
+    self._used = setup.split.used
+    self._layout = setup.layout
+    self._programs = setup.programs
+    self._keep_programs = setup.keep_programs
     self._weights = weights
     self._gradients_out = gradients_out
-    self._last = len(programs) - 1
+    self._last = len(setup.programs) - 1
 
   def forward(self, task: Task, step: Step) -> Wait:
     """Issues a stage's forward; what backward needs stays in the step."""
@@ -80,7 +70,9 @@ class Compute:
     else:
       programs = self._programs[stage]
       left_by_forward = (step.other_into.pop(stage), step.inputs.pop(stage))
-    out = (programs.finish if last_micro else programs.add)(
+    program = programs.finish if last_micro else programs.add
+    # In one statement: an interrupt must not lose what tells of its end.
+    step.newest_backward = out = program(
       self._weights.of_use(task, step),
       *left_by_forward,
       dy,
@@ -88,6 +80,7 @@ class Compute:
       step.partial.pop(stage, ()),
       self._gradients_out.operand(task),
     )
+    step.newest_backward = out.sumsq
     step.grad = out.dx
     for place, grad in zip(spec.tied, out.tied, strict=True):
       step.tied.setdefault(self._used[stage][place], []).append(grad)
@@ -104,8 +97,16 @@ class Compute:
       returned = bucket.on_device or not spec.num_delivered
       if bucket.trained and sent and returned:
         step.units[bucket.index] = tuple(next(units) for _ in bucket.units)
-    sumsq = out.sumsq
-    return lambda: _wait(sumsq)
+    sumsq, speculation = out.sumsq, step.speculation
+    if last_micro and speculation.wanted:
+      sumsq.copy_to_host_async()  # ahead of the gradients on their way
+
+    def wait() -> None:
+      _wait(sumsq)
+      if last_micro and speculation.wanted:
+        speculation.watch.add(NormSource.STAGES, np.asarray(sumsq))
+
+    return wait
 
   def evaluate(
     self, batches: Sequence[MicroBatch], other: Sequence[Sequence[jax.Array]]

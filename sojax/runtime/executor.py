@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
 from sojax.graph.timeline import Timeline
 from sojax.runtime.lanes import Worker
-from sojax.runtime.run import StepError, StepRun
+from sojax.runtime.run import StepError, StepRun, StepTimes
 from sojax.runtime.step import Step
 
 Wait = Callable[[], None]
@@ -60,7 +60,7 @@ class Executor:
     self._caller_tasks: list[Task] = []
     self._host_tasks: list[Task] = []
     for task in graph.tasks:
-      by_host = _on_host_thread(graph, task)
+      by_host = graph.host_thread_issues(task)
       (self._host_tasks if by_host else self._caller_tasks).append(task)
     self._changed = threading.Condition()
     self._host = Worker("host")
@@ -95,6 +95,10 @@ class Executor:
     self.raise_if_failed()
     return run
 
+  def has(self, step: Step) -> bool:
+    """Says whether a step was begun, as far as it is remembered."""
+    return any(run.step is step for run in list(self._recent))
+
   def drain(self) -> None:
     """Waits for all steps.
 
@@ -102,34 +106,25 @@ class Executor:
       StepError: if one of them failed.
     """
     if self._recent:
-      try:
-        self._recent[-1].wait_done()
-      except StepError:
-        self.raise_if_failed()
+      self._recent[-1].wait_ended()
+    self.raise_if_failed()
 
   def raise_if_failed(self) -> None:
-    """Raises the failure of a step, if there is one.
-
-    A failure that left the state intact is raised once; then steps go on from
-    that state.
-    """
+    """Raises the failure of a step, if there is one, until it is forgotten."""
     if not any(run.failure for run in self._recent):
       return
     self.settle()  # earlier steps may still end, or fail as well
-    failure = next(run.failure for run in self._recent if run.failure)
-    if failure.intact:
-      self.forget_failure()
-    raise failure
+    raise next(run.failure for run in self._recent if run.failure)
 
   def forget_failure(self) -> None:
     """Lets steps go on, after a failure that was dealt with."""
     self.settle()
+    self._reset()  # first: interrupted, this must be done again
     good = [run for run in self._recent if run.failure is None]
     self._recent = collections.deque(good, maxlen=TIMELINE_STEPS)
-    self._reset()
 
   def settle(self) -> None:
-    """Waits until no thread works on a step any more, failed or not."""
+    """Waits until nothing works on a step any more, failed or not."""
     if not self._closed:
       for worker in (self._host, *self._waiters.values()):
         idle = threading.Event()
@@ -137,6 +132,7 @@ class Executor:
         idle.wait()
     for run in self._recent:
       if run.failure is not None:
+        run.step.wait_for_backward()
         run.step.release()
 
   def timeline(self) -> Timeline:
@@ -144,6 +140,16 @@ class Executor:
     return Timeline(
       span for run in list(self._recent) for span in run.timeline().spans
     )
+
+  def times(self, after_s: float) -> list[StepTimes]:
+    """Returns the times of recent steps that have ended.
+
+    Args:
+      after_s: those that were begun after this time.
+    """
+    recent = [run for run in self._recent if run.begun_s > after_s]
+    times = [run.times() for run in recent if run.failure is None]
+    return [x for x in times if x is not None]
 
   def close(self) -> None:
     """Ends the threads after what was issued; may be called again.
@@ -228,11 +234,3 @@ class Executor:
         later.fail(failure)
     # After that: a wait that ends so is not what failed first.
     self._interrupt(run.step.number)
-
-
-def _on_host_thread(graph: StepGraph, task: Task) -> bool:
-  """Sums and updates on the host, and the transfers that send new weights."""
-  return task.lane is Lane.HOST or (
-    task.lane is Lane.H2D
-    and any(graph.tasks[dep].lane is Lane.HOST for dep in task.deps)
-  )

@@ -4,6 +4,7 @@ import numpy as np
 
 from sojax.graph.graph import TaskKind
 from sojax.runtime.run import StepRun
+from sojax.runtime.speculation import Outcome, Speculation
 from sojax.runtime.step import HostVerdict
 
 
@@ -41,8 +42,12 @@ class StepMetrics:
   @property
   def clipped(self) -> bool:
     """Whether gradients were scaled down to the clip norm."""
-    verdict = self._verdict()
-    return verdict.finite and verdict.grad_scale * verdict.loss_scale < 1.0
+    return self._verdict().clipped
+
+  @property
+  def clip_scale(self) -> float:
+    """What clipping multiplied the gradients by: min(1, clip norm / norm)."""
+    return self._verdict().clip_scale
 
   @property
   def loss_scale(self) -> float:
@@ -55,6 +60,41 @@ class StepMetrics:
     return not self._verdict().finite
 
   @property
+  def speculation(self) -> str:
+    """Why the step's updates ran ahead of its validation, or waited for it."""
+    return self._run.step.speculation.reason
+
+  @property
+  def speculated(self) -> int:
+    """Buckets that were updated ahead of validation. Waits for the step."""
+    return len(self._speculation().ran)
+
+  @property
+  def committed(self) -> int:
+    """Buckets whose update ran ahead and stayed. Waits for the step."""
+    return self._num_of(Outcome.COMMITTED)
+
+  @property
+  def redone(self) -> int:
+    """Buckets updated ahead and again with the clip scale. Waits likewise."""
+    return self._num_of(Outcome.REDONE)
+
+  @property
+  def undone(self) -> int:
+    """Buckets whose update ahead was taken back by a skip. Waits likewise."""
+    return self._num_of(Outcome.UNDONE)
+
+  @property
+  def record_bytes(self) -> int:
+    """Bytes that held what takes the updates back. Waits for the step."""
+    return self._speculation().record_bytes
+
+  @property
+  def escapes(self) -> int:
+    """Values that records held as they were. Waits for the step."""
+    return self._speculation().num_escapes
+
+  @property
   def exposed_host_s(self) -> float:
     """Seconds of the step's tasks when only the host was busy.
 
@@ -63,6 +103,14 @@ class StepMetrics:
     """
     self._run.wait_done()
     return self._run.timeline().exposed_host_s()
+
+  def _speculation(self) -> Speculation:
+    self._run.wait_done()
+    return self._run.step.speculation
+
+  def _num_of(self, outcome: Outcome) -> int:
+    outcomes = self._speculation().outcomes.values()
+    return sum(x is outcome for x in outcomes)
 
   def _verdict(self) -> HostVerdict:
     self._run.wait_done(lambda task: task.kind is TaskKind.VALIDATE)

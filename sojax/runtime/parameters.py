@@ -1,7 +1,7 @@
 """Arrived wire units -> parameters as the programs of a stage take them."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -20,14 +20,15 @@ class Parameters(abc.ABC):
 
   @abc.abstractmethod
   def of_stage(
-    self, stage: int, buckets: Sequence[Bucket]
+    self, stage: int, fetched: Mapping[Bucket, Sequence[jax.Array]]
   ) -> tuple[jax.Array, ...]:
     """Returns what the programs of a stage take.
 
+    What a stage borrows and is not fetched, its owner has taken before.
+
     Args:
       stage: the stage.
-      buckets: those whose units may have arrived since the last call and are
-        for this stage.
+      fetched: units of buckets that are here for this call only.
     """
 
 
@@ -41,6 +42,7 @@ class Leaves(Parameters):
     working_dtype: str,
     placement: Placement,
   ):
+    self._layout = layout
     self._used = split.used
     self._on_both_sides = layout.on_both_sides
     self._unpacker = Unpacker(split.shape, split.used, working_dtype, placement)
@@ -63,18 +65,19 @@ class Leaves(Parameters):
     self._leaves.update(whole)
 
   def of_stage(
-    self, stage: int, buckets: Sequence[Bucket]
+    self, stage: int, fetched: Mapping[Bucket, Sequence[jax.Array]]
   ) -> tuple[jax.Array, ...]:
-    """Unpacks what has arrived; returns the leaves."""
+    """Unpacks what has arrived and what is fetched; returns the leaves."""
     arrived = {
       bucket: self._arrived[bucket.index]
-      for bucket in buckets
+      for bucket in self._layout.of_stage(stage)
       if bucket.index in self._arrived
     }
     self._leaves.update(self._unpacker.unpack(stage, arrived, self._leaves))
     for bucket in arrived:
       del self._arrived[bucket.index]
-    return tuple(self._leaves[leaf] for leaf in self._used[stage])
+    leaves = self._leaves | self._unpacker.unpack(stage, fetched, {})
+    return tuple(leaves[leaf] for leaf in self._used[stage])
 
 
 class Shards(Parameters):
@@ -89,12 +92,13 @@ class Shards(Parameters):
     self._units[bucket.index] = units
 
   def of_stage(
-    self, stage: int, buckets: Sequence[Bucket]
+    self, stage: int, fetched: Mapping[Bucket, Sequence[jax.Array]]
   ) -> tuple[jax.Array, ...]:
     """Returns the units that hold anything the stage computes with."""
-    del buckets
+    by_index = {bucket.index: units for bucket, units in fetched.items()}
+    units = self._units | by_index
     return tuple(
-      self._units[bucket.index][number]
+      units[bucket.index][number]
       for bucket, number in self._layout.units_used_by(stage)
     )
 

@@ -1,11 +1,12 @@
 """One execution of the step graph: what was issued, ended, or failed."""
 
+import dataclasses
 import enum
 import threading
 import time
 from collections.abc import Callable
 
-from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
+from sojax.graph.graph import StepGraph, Task, TaskKind, waits_for_end
 from sojax.graph.timeline import Span, Timeline
 from sojax.runtime.step import Step
 
@@ -31,7 +32,7 @@ class StepError(RuntimeError):
 
     If not, the trainer must be restored from a checkpoint.
     """
-    return not self.data.state_touched
+    return not (self.data.state_touched or self.data.speculation.in_doubt)
 
   def __str__(self) -> str:
     state = (
@@ -40,6 +41,32 @@ class StepError(RuntimeError):
       else "the state was already changing: restore a checkpoint"
     )
     return f"step {self.step} failed in [{self.task}]; {state}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTimes:
+  """When a step did what, in seconds of time.perf_counter().
+
+  Attributes:
+    number: of the step.
+    ahead: whether updates were to run ahead of its validation.
+    clipped: whether gradients were clipped, or the step skipped.
+    begun_s: when the caller began it.
+    first_grad_s: when the first gradients of the last micro-batch were on the
+      host; nothing can be updated before.
+    validated_s: when its Validate ended.
+    ended_s: when all of it had.
+    update_s: how long the host updated, and took updates back.
+  """
+
+  number: int
+  ahead: bool
+  clipped: bool
+  begun_s: float
+  first_grad_s: float
+  validated_s: float
+  ended_s: float
+  update_s: float
 
 
 class _Progress(enum.IntEnum):
@@ -54,6 +81,7 @@ class StepRun:
   Attributes:
     step: the data that its tasks share.
     failure: why it stopped, or None.
+    begun_s: when it was begun.
     dispatched: whether the caller has issued all its tasks, or given up.
   """
 
@@ -72,6 +100,9 @@ class StepRun:
     self._changed = changed
     self._progress = [_Progress.PENDING] * len(graph.tasks)
     self._num_done = 0
+    self.begun_s = time.perf_counter()
+    self._ended_s = self.begun_s
+    self._update_s = 0.0
     self._ends_s: dict[int, float] = {}
     self._earliest_s: dict[int, float] = {}
     self._previous_ends_s = {} if previous is None else previous._ends_s
@@ -98,6 +129,16 @@ class StepRun:
         assert self.failure is not None
         raise self.failure
 
+  def wait_ended(self) -> None:
+    """Waits until all tasks have ended, or this step has failed.
+
+    One that builds on a step that has failed may be both.
+    """
+    with self._changed:
+      self._changed.wait_for(
+        lambda: self.failure or self._num_done == len(self._progress)
+      )
+
   def wait_until_ready(self, task: Task) -> None:
     """Waits for what a task needs before it can be issued.
 
@@ -115,6 +156,37 @@ class StepRun:
       return Timeline(
         self._span(self._graph.tasks[index]) for index in self._ends_s
       )
+
+  def times(self) -> StepTimes | None:
+    """Returns when it did what; None until it has ended.
+
+    A step without gradients on the host began to have them with Validate.
+    """
+    with self._changed:
+      if self._num_done < len(self._progress):
+        return None
+    verdict = self.step.host_verdict
+    assert verdict is not None
+    tasks = self._graph.tasks
+    grads = [task for task in tasks if task.kind is TaskKind.GRAD_OUT]
+    last_micro = max((task.micro for task in grads), default=0)
+    ends_s: dict[TaskKind, float] = {}
+    for task in tasks:
+      if task.kind is TaskKind.VALIDATE or (
+        task.kind is TaskKind.GRAD_OUT and task.micro == last_micro
+      ):
+        ends_s.setdefault(task.kind, self._ends_s[task.index])
+    validated_s = ends_s[TaskKind.VALIDATE]
+    return StepTimes(
+      number=self.step.number,
+      ahead=self.step.speculation.wanted,
+      clipped=verdict.clipped or not verdict.finite,
+      begun_s=self.begun_s,
+      first_grad_s=ends_s.get(TaskKind.GRAD_OUT, validated_s),
+      validated_s=validated_s,
+      ended_s=self._ended_s,
+      update_s=self._update_s,
+    )
 
   def issued(self, task: Task) -> None:
     """Records that a task's arrays exist, though perhaps not their values."""
@@ -136,7 +208,10 @@ class StepRun:
       self._earliest_s[task.index] = max(issued_s, lane_free_s)
       self._progress[task.index] = _Progress.DONE
       self._num_done += 1
+      if task.kind in (TaskKind.HOST_UPDATE, TaskKind.HOST_SETTLE):
+        self._update_s += end_s - issued_s
       if self._num_done == len(self._progress):
+        self._ended_s = end_s
         self._previous = None
         self.step.release()
         self.step.other_before = ()
@@ -167,6 +242,8 @@ class StepRun:
       start_s=min(end_s, max(starts)),
       end_s=end_s,
       bytes=task.bytes,
+      task=task.index,
+      note=self.step.notes.get(task.index, ""),
     )
 
   def _ready(self, task: Task) -> bool:
@@ -177,19 +254,7 @@ class StepRun:
     )
 
   def _satisfied(self, dep: int, task: Task) -> bool:
-    """Says whether `task` may be issued as far as `dep` is concerned.
-
-    JAX itself orders what consumes the arrays of programs and of transfers to
-    the device behind them; everything else waits for the end. So does Validate,
-    which needs the outcome of the one before on the host.
-    """
-    before = self._graph.tasks[dep]
-    consumes_arrays = task.lane in (Lane.DEVICE, Lane.D2H)
-    makes_arrays = before.lane in (Lane.DEVICE, Lane.H2D)
-    if task.kind is before.kind is TaskKind.VALIDATE:
-      needed = _Progress.DONE
-    elif consumes_arrays and makes_arrays:
-      needed = _Progress.ISSUED
-    else:
-      needed = _Progress.DONE
+    """Says whether `task` may be issued as far as `dep` is concerned."""
+    ended = waits_for_end(task, self._graph.tasks[dep])
+    needed = _Progress.DONE if ended else _Progress.ISSUED
     return self._progress[dep] >= needed

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from sojax.cluster.mesh import Placement, pinned_host
-from sojax.host.adam import HostBucket, arena_bytes, kinds
+from sojax.host.adam import moments
 from sojax.host.arena import Arena
+from sojax.host.speculation import make_host_buckets
+from sojax.host.wire import WorkingCopy
 from sojax.plan.buckets import Bucket, Layout, Leaf
-from sojax.plan.config import LossScale
+from sojax.plan.casts import SeparateCasts
 from sojax.programs.device_update import DeviceState
-from sojax.programs.split_model import SplitModel
 from sojax.programs.validate import ScaleState
+from sojax.runtime.setup import Setup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,29 +48,27 @@ class TrainState:
 
   def __init__(
     self,
-    split: SplitModel,
-    layout: Layout,
-    loss_scale: LossScale | None,
-    placement: Placement,
+    setup: Setup,
+    make_arena: Callable[..., Arena],
+    working_copy: WorkingCopy,
   ):
     """Allocates the state and takes the masters from the model.
 
     Args:
-      split: the model; every parameter must have a value.
-      layout: how it is cut into buckets.
-      loss_scale: how the loss is scaled; None leaves it.
-      placement: the mesh.
-
-    Raises:
-      ValueError: if a parameter has no value, or is not floating point.
+      setup: the model; its parameters have passed `check_values`.
+      make_arena: makes the arenas of the host buckets.
+      working_copy: what split masters are halves of.
     """
-    for leaf, param in zip(layout.model.leaves, split.params, strict=True):
-      _check_value(leaf, param)
+    split, layout, placement = setup.split, setup.layout, setup.placement
     self.layout = layout
     self._placement = placement
-    on_host = [b for b in layout.buckets if not b.on_device]
-    arena = Arena(arena_bytes(on_host))
-    self.host = {b.index: HostBucket(b, arena) for b in on_host}
+    self.host = make_host_buckets(
+      layout,
+      setup.plan,
+      SeparateCasts.of(setup.plan, setup.config),
+      make_arena,
+      working_copy.shards_inout,
+    )
     self.device = {
       b.index: _zeros(b, placement) for b in layout.buckets if b.on_device
     }
@@ -81,7 +81,7 @@ class TrainState:
         layout.model.stage_names, split.parts, split.other, strict=True
       )
     ]
-    self._loss_scale = loss_scale
+    self._loss_scale = loss_scale = setup.config.active_loss_scale
     self.scale = self._scale_state(loss_scale.initial if loss_scale else 1.0, 0)
     self.count = 0
     self.num_steps = 0
@@ -109,9 +109,9 @@ class TrainState:
     """
     values = np.empty(stop - start, np.float32)
     for place, low, high in self._overlaps(leaf, start, stop):
-      unit = self._unit(place, kind)
       first = place.offset + low - place.start
-      values[low - start : high - start] = unit[first : first + high - low]
+      part = slice(low - start, high - start)
+      values[part] = self._read_unit(place, kind, first, first + high - low)
     return values
 
   def write(self, leaf: int, kind: str, start: int, values: np.ndarray) -> None:
@@ -127,16 +127,18 @@ class TrainState:
       first = place.offset + low - place.start
       new = values[low - start : high - start]
       if place.bucket in self.host:
-        self._unit(place, kind)[first : first + high - low] = new
+        self.host[place.bucket].write(kind, place.unit, first, new)
       else:
         self._write_device(place, kind, first, new)
 
-  def masters(self) -> dict[int, list[np.ndarray]]:
-    """Returns every bucket's masters, one flat array per wire unit."""
-    masters = {i: bucket.units("master") for i, bucket in self.host.items()}
-    for index, state in self.device.items():
-      masters[index] = [self._on_host(x) for x in state.master]
-    return masters
+  def masters(self, bucket: Bucket) -> list[np.ndarray]:
+    """Returns a bucket's masters, one flat float32 array per wire unit."""
+    if bucket.index in self.device:
+      return [self._on_host(x) for x in self.device[bucket.index].master]
+    return [
+      self.host[bucket.index].read("master", number, 0, unit.size)
+      for number, unit in enumerate(bucket.units)
+    ]
 
   def scalars(self) -> dict[str, int | float]:
     """Returns the counters and the loss scale, which is 0 if there is none."""
@@ -189,11 +191,13 @@ class TrainState:
       if low < high:
         yield place, low, high
 
-  def _unit(self, place: _Place, kind: str) -> np.ndarray:
+  def _read_unit(
+    self, place: _Place, kind: str, start: int, stop: int
+  ) -> np.ndarray:
     if place.bucket in self.host:
-      return self.host[place.bucket].units(kind)[place.unit]
+      return self.host[place.bucket].read(kind, place.unit, start, stop)
     unit = getattr(self.device[place.bucket], kind)[place.unit]
-    return self._on_host(unit)
+    return self._on_host(unit)[start:stop]
 
   def _on_host(self, array: jax.Array) -> np.ndarray:
     """Returns a flat view of a copy; np.asarray would keep one for ever."""
@@ -216,17 +220,28 @@ class TrainState:
     )
 
 
-def _check_value(leaf: Leaf, param: Any) -> None:
-  value = param.get_value()
-  if isinstance(value, jax.ShapeDtypeStruct):
-    raise ValueError(
-      f"parameter {leaf.name} is abstract; initialise the model first"
-    )
-  if not jnp.issubdtype(value.dtype, jnp.floating):
-    raise ValueError(
-      f"parameter {leaf.name} is {value.dtype}; only floating point"
-      " parameters are supported: make it another kind of nnx.Variable"
-    )
+def check_values(setup: Setup) -> None:
+  """Checks that a model can be trained from the values that it has.
+
+  Args:
+    setup: the model.
+
+  Raises:
+    ValueError: if a parameter has no value, or is not floating point.
+  """
+  for leaf, param in zip(
+    setup.split.shape.leaves, setup.split.params, strict=True
+  ):
+    value = param.get_value()
+    if isinstance(value, jax.ShapeDtypeStruct):
+      raise ValueError(
+        f"parameter {leaf.name} is abstract; initialise the model first"
+      )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+      raise ValueError(
+        f"parameter {leaf.name} is {value.dtype}; only floating point"
+        " parameters are supported: make it another kind of nnx.Variable"
+      )
 
 
 def _zeros(bucket: Bucket, placement: Placement) -> DeviceState:
@@ -235,7 +250,7 @@ def _zeros(bucket: Bucket, placement: Placement) -> DeviceState:
       jax.device_put(jnp.zeros(unit.shape, jnp.float32), placement.units)
       for unit in bucket.units
     )
-    for kind in kinds(bucket)
+    for kind in ("master", *moments(bucket))
   }
   return DeviceState(**columns)
 

@@ -1,0 +1,1 @@
+"""The SuperOffload paper beside simulation."""

@@ -1,0 +1,246 @@
+"""Faults of the simulator, and of what is read from timelines.
+
+Each is a name, a file of sojax/, what stands there once, what stands there
+instead, and the tests that have to notice it; see python_mutations.py.
+"""
+
+_SCHEDULE = ("tests/test_schedule_speculation.py",)
+_SIMULATE = ("tests/test_simulate.py", "tests/test_simulate_laws.py")
+_PATH = ("tests/test_critical_path.py",)
+_MEMORY = ("tests/test_memory_over_time.py",)
+_COLLECTIVES = ("tests/test_collectives.py",)
+_RING = ("tests/test_ring.py",)
+
+FAULTS = (
+  (
+    "a-host-lane-without-its-thread",
+    "graph/simulate.py",
+    "if issuer is self._host and not self._sharing.is_free(_HOST):",
+    "if False:",
+    _SIMULATE,
+  ),
+  (
+    "dispatch-takes-no-time",
+    "graph/simulate.py",
+    "issuer.until_s = self._now_s + self._dispatch_s[task]",
+    "issuer.until_s = self._now_s",
+    _SIMULATE,
+  ),
+  (
+    "collectives-are-dispatched",
+    "graph/simulate.py",
+    "0.0 if task.lane is Lane.NETWORK or not takes_time else dispatch_s",
+    "0.0 if not takes_time else dispatch_s",
+    _SIMULATE,
+  ),
+  (
+    "the-host-thread-runs-ahead-of-the-caller",
+    "graph/simulate.py",
+    "if self._host.step == self._caller.step:",
+    "if self._host.step + 1 == self._max_steps:",
+    _SIMULATE,
+  ),
+  (
+    "lanes-in-the-order-of-the-schedule",
+    "graph/simulate.py",
+    "heapq.heappush(self._queues[lane], (self._now_s, number, task))",
+    "heapq.heappush(self._queues[lane], (0.0, number, task))",
+    _SIMULATE,
+  ),
+  (
+    "tasks-start-when-they-are-issued",
+    "graph/simulate.py",
+    "if not self._steps[number].start_waits[task]:",
+    "if True:",
+    _SIMULATE,
+  ),
+  (
+    "issue-waits-for-all-ends",
+    "graph/progress.py",
+    "ended = waits_for_end(task, graph.tasks[dep])",
+    "ended = True",
+    _SIMULATE,
+  ),
+  (
+    "issue-waits-for-no-end",
+    "graph/progress.py",
+    "ended = waits_for_end(task, graph.tasks[dep])",
+    "ended = task.lane is Lane.HOST",
+    _SIMULATE,
+  ),
+  (
+    "the-step-before-is-forgotten",
+    "graph/simulate.py",
+    "    self._ended(number + 1, self._across, task)\n",
+    "",
+    _SIMULATE,
+  ),
+  (
+    "a-step-repeats-if-it-takes-as-long",
+    "graph/progress.py",
+    "    pairs = (\n",
+    "    pairs = () and (\n",
+    _SIMULATE,
+  ),
+  (
+    "speeds-are-equal",
+    "graph/sharing.py",
+    "if any(resource in scarce for resource, _ in rates[task]):",
+    "if True:",
+    _SIMULATE,
+  ),
+  (
+    "what-is-used-is-left",
+    "graph/sharing.py",
+    "left[resource] -= level * rate",
+    "left[resource] -= 0",
+    _SIMULATE,
+  ),
+  (
+    "work-that-is-done-is-done-again",
+    "graph/sharing.py",
+    "max(self._left_s[lane] - done_s, 0.0)",
+    "self._left_s[lane]",
+    _SIMULATE,
+  ),
+  (
+    "nobody-is-faster-when-a-task-has-ended",
+    "graph/sharing.py",
+    "or self._running[lane] > 0",
+    "",
+    _SIMULATE,
+  ),
+  (
+    "nobody-is-slower-when-a-task-starts",
+    "graph/sharing.py",
+    "    self._changed = self._changed or self._numbers[task] > 0\n",
+    "",
+    _SIMULATE,
+  ),
+  (
+    "a-path-that-knows-no-lanes",
+    "graph/critical_path.py",
+    "if key in self._before_on_lane:",
+    "if False:",
+    _PATH,
+  ),
+  (
+    "a-path-that-knows-no-threads",
+    "graph/critical_path.py",
+    "if key in self._awaited:",
+    "if False:",
+    _PATH,
+  ),
+  (
+    "a-path-that-knows-no-step-before",
+    "graph/critical_path.py",
+    "((step, task.deps), (step - 1, task.prev_deps))",
+    "((step, task.deps), (step, ()))",
+    _PATH,
+  ),
+  (
+    "a-path-that-starts-where-its-steps-end",
+    "graph/critical_path.py",
+    "    for segment in walk.back(until_s=window[0])\n    if segment",
+    "    for segment in walk.back(until_s=math.inf)\n    if segment",
+    _PATH,
+  ),
+  (
+    "a-path-that-takes-the-first-it-finds",
+    "graph/critical_path.py",
+    "if best_s < end_s <= start_s and before not in seen:",
+    "if best_s < 0 and end_s <= start_s and before not in seen:",
+    _PATH,
+  ),
+  (
+    "forward-waits-for-weights-sent-again-only",
+    "graph/schedule.py",
+    "self._arrivals[bucket.index] += (resend,)",
+    "self._arrivals[bucket.index] = (resend,)",
+    _SCHEDULE,
+  ),
+  (
+    "what-takes-no-time-is-dispatched",
+    "graph/simulate.py",
+    "0.0 if task.lane is Lane.NETWORK or not takes_time else dispatch_s",
+    "0.0 if task.lane is Lane.NETWORK else dispatch_s",
+    _SIMULATE,
+  ),
+  (
+    "what-takes-no-time-waits-for-nothing",
+    "graph/simulate.py",
+    "elif not step.start_waits[task]:",
+    "elif True:",
+    _SIMULATE,
+  ),
+  (
+    "gradients-of-settled-buckets-go-early",
+    "graph/memory.py",
+    "    **_by_bucket(graph, TaskKind.HOST_SETTLE),\n",
+    "",
+    _MEMORY,
+  ),
+  (
+    "results-count-from-the-start",
+    "graph/memory.py",
+    "first.end_s if life.from_end else first.start_s",
+    "first.start_s",
+    _MEMORY,
+  ),
+  (
+    "inputs-leave-before-their-forward-ends",
+    "graph/memory.py",
+    "(out, forwards[key])",
+    "(out,)",
+    _MEMORY,
+  ),
+  (
+    "fetched-weights-leave-with-the-next-start",
+    "graph/memory.py",
+    "yield Lifetime(purpose, found.unpacked, use.index, False, (last,))",
+    "pass",
+    _MEMORY,
+  ),
+  (
+    "gathers-wait-for-no-use-before",
+    "graph/collectives.py",
+    "before = self._num_uses - 2",
+    "before = self._num_uses - 99",
+    _COLLECTIVES,
+  ),
+  (
+    "gathers-begin-a-use-later",
+    "graph/collectives.py",
+    "before = self._num_uses - 2",
+    "before = self._num_uses - 1",
+    _COLLECTIVES,
+  ),
+  (
+    "nobody-waits-for-scatters",
+    "graph/collectives.py",
+    "if task.kind in _TAKE_GRADIENTS:",
+    "if False:",
+    _COLLECTIVES,
+  ),
+  (
+    "programs-do-not-wait-for-scatters",
+    "graph/collectives.py",
+    "deps += tuple(self._scatters[d] for d in deps if d in self._scatters)",
+    "pass",
+    _COLLECTIVES,
+  ),
+  (
+    "one-buffer-more",
+    "graph/ring.py",
+    "before = place - counts[shape]",
+    "before = max(place - counts[shape] - 1, -len(buckets))",
+    _RING,
+  ),
+  (
+    "late-updates-take-early",
+    "graph/ring.py",
+    "if not ahead:",
+    "if ahead is None:",
+    _RING,
+  ),
+)
