@@ -81,7 +81,7 @@ def test_a_trainer_asks_before_it_allocates(monkeypatch):
     raise AssertionError("something was allocated")
 
   monkeypatch.setattr(trainer_lib, "pinned_limit_bytes", limit)
-  monkeypatch.setattr(trainer_lib, "Parts", never)
+  monkeypatch.setattr(trainer_lib, "Stepper", never)
   model = small_gpt()
   before = len(jax.live_arrays())
   with pytest.raises(ValueError, match=f"{VARIABLE}=1 in the environment"):
