@@ -7,6 +7,9 @@ PYTHON312 ?= python3.12
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
+# How many tests run at once.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal
 PIP_INSTALL := $(BIN)/python -m pip install --quiet \
   --disable-pip-version-check -c $(CONSTRAINTS)
 
@@ -41,10 +44,10 @@ train: install
 	$(BIN)/python -m experiments.train
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: install
-	$(BIN)/python -m pytest -m "slow and not sanitizer"
+	$(PYTEST) -m "slow and not sanitizer"
 
 # ASan, UBSan and TSan. Fails where the compiler lacks one of them.
 test-sanitize: install

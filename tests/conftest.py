@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = (
 # threads; with as few as there are cores they can wait for ever.
 os.environ["PJRT_NPROC"] = "64"
 
+import gc  # noqa: E402
 import random  # noqa: E402
 
 import hypothesis  # noqa: E402
@@ -35,11 +36,29 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fixed")
 
 
+def pytest_configure(config):
+  """Lets tests, and later runs, share what XLA has compiled.
+
+  Most of the suite's time would go there. What the tests start as processes of
+  their own does not see it.
+  """
+  cache = config.cache.mkdir("xla")
+  jax.config.update("jax_compilation_cache_dir", str(cache))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seeds():
   """Seeds the global generators, whatever ran before."""
   random.seed(0)
   np.random.seed(0)
+
+
+@pytest.fixture
+def no_garbage():
+  """Frees what earlier tests left, for a test that counts live arrays."""
+  gc.collect()
 
 
 @pytest.fixture

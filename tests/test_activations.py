@@ -23,6 +23,8 @@ from tests.training import (
   trainer,
 )
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 K = TaskKind
 MIXED = ("keep", "offload", "recompute", "keep", "offload")
 """For a GPT of three blocks, with its embedding and its head."""

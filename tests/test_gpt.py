@@ -431,6 +431,7 @@ def test_initial_parameters_have_the_documented_deviations():
   )
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_abstract_25b_takes_no_memory():
   before = sum(x.nbytes for x in jax.live_arrays())
   model = abstract_gpt(presets.gpt("25b"))

@@ -7,7 +7,14 @@ import pytest
 from sojax.cluster.mesh import Placement
 from sojax.graph.graph import TaskKind
 from sojax.programs.device_update import make_device_update
-from tests.training import batches, small_gpt, trainer
+from tests.training import (
+  batches,
+  live_arrays_besides,
+  small_gpt,
+  trainer,
+)
+
+pytestmark = pytest.mark.usefixtures("no_garbage")
 
 BLOCK_BYTES = 4 * (12 * 64**2 + 13 * 64)
 INPUT_BYTES = 4 * 4 * 24 * 64
@@ -160,13 +167,10 @@ def test_after_a_step_the_device_holds_what_the_account_says(plan, precision):
 
 def weights_on_device(step, x_shape, others):
   """Returns the bytes of 16-bit arrays that are neither x nor its gradient."""
-  not_ours = {id(array) for array in others}
   arrays = [
     array
-    for array in jax.live_arrays()
-    if array.sharding.memory_kind == "device"
-    and array.dtype == "bfloat16"
-    and id(array) not in not_ours
+    for array in live_arrays_besides(others)
+    if array.sharding.memory_kind == "device" and array.dtype == "bfloat16"
   ]
   tied = [grad for grads in step.tied.values() for grad in grads]
   return sum(array.nbytes for array in arrays if array.shape != x_shape) - sum(

@@ -70,6 +70,7 @@ def test_the_environment_names_the_limit_of_gpus(monkeypatch):
     limit_of("gpu")
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_trainer_asks_before_it_allocates(monkeypatch):
   """As if the device were a GPU with 1 MiB of pinned memory."""
 

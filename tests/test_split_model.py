@@ -14,7 +14,7 @@ from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
 from sojax.plan.plan import Plan
 from sojax.programs.split_model import split_model
-from tests.training import decayed, small_gpt
+from tests.training import decayed, live_arrays_besides, small_gpt
 
 
 def test_every_param_is_one_leaf_and_keeps_its_object():
@@ -74,6 +74,7 @@ def test_trainable_filters_see_paths_in_the_model():
     assert leaf.trained == leaf.name.startswith("block_")
 
 
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("preset", ["25b", "200b"])
 def test_a_preset_larger_than_any_memory_is_planned_without_any(preset):
   before = len(jax.live_arrays())
@@ -107,6 +108,7 @@ def bytes_spanned(arrays):
   return max(ends, default=0) - min(starts, default=0)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_the_account_is_that_of_the_arrays():
   """Oracle: the arrays that a Trainer allocates, counted one by one."""
   for plan in (
@@ -118,9 +120,9 @@ def test_the_account_is_that_of_the_arrays():
   ):
     model = small_gpt(vocab_size=1000)
     config = TrainConfig(micro_batch=2, seq_len=8, precision="bf16")
-    before = {id(x) for x in jax.live_arrays()}
+    before = jax.live_arrays()
     with sojax.Trainer(model, sojax.adamw(1e-3), config, plan) as ours:
-      new = [x for x in jax.live_arrays() if id(x) not in before]
+      new = live_arrays_besides(before)
       host, device = ours.account.host, ours.account.device
       buckets = ours._state.host.values()
       assert host["masters"] == sum(b.masters.array.nbytes for b in buckets)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,12 @@ VOCAB_SIZE = 256
 SEQ_LEN = 24
 ROWS = 8
 """Rows of a micro-batch on all devices together."""
+
+
+def live_arrays_besides(others: Sequence[jax.Array]) -> list[jax.Array]:
+  """Returns the arrays that live besides those, which the caller has kept."""
+  known = {id(array) for array in others}
+  return [array for array in jax.live_arrays() if id(array) not in known]
 
 
 def small_gpt(**changes) -> GPT:

@@ -216,7 +216,7 @@ def run_tests(
     print(f"{wheel.name} on {cpu}:", flush=True)
     _run(python, "-c", program, cwd=tests, env=env)
     _run(
-      *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+      *(python, "-m", "pytest", "-q", "-o", f"cache_dir=.cache/{cpu}"),
       *("-m", "not slow"),
       *(_ONLY_SVE if cpu != _CPUS[0] else ()),
       *pytest_args,
