@@ -13,6 +13,7 @@ import pytest
 
 from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
 from sojax.graph.schedule import schedule
+from sojax.host.speculation import RecordingBucket
 from sojax.plan.adamw import adam_scalars
 from sojax.plan.buckets import plan_buckets
 from sojax.plan.config import TrainConfig
@@ -102,6 +103,31 @@ def stepped(ours, before, verdicts, accumulation):
         count += 1
     after[index] = state
   return after
+
+
+@pytest.mark.parametrize(
+  ("plan", "summed"),
+  [
+    ({}, False),  # backwards do
+    ({"accumulate": "host"}, False),  # its sums do
+    ({"gradients_out": "callback"}, True),
+  ],
+)
+def test_updates_sum_squares_only_where_nobody_has_before(
+  plan, summed, monkeypatch
+):
+  speculate, asked = RecordingBucket.speculate, []
+
+  def spy(*args, sum_squares=False):
+    asked.append(sum_squares)
+    return speculate(*args, sum_squares=sum_squares)
+
+  monkeypatch.setattr(RecordingBucket, "speculate", spy)
+  with paced({"speculation": "record3", **plan}, accumulation=2) as ours:
+    let_all_run_ahead(ours, monkeypatch)
+    ours.step()
+    ours.drain()
+    assert asked == len(ours.host_buckets) * [summed]
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -52,7 +52,6 @@ class SpeculativeBucket(HostBucket, abc.ABC):
   def __init__(self, bucket: Bucket, arena: Arena, masters: Masters):
     super().__init__(bucket, arena, masters)
     self._taken: _Taken | None = None
-    self._sumsq: list[np.ndarray] = []
 
   @property
   def pending(self) -> bool:
@@ -66,25 +65,40 @@ class SpeculativeBucket(HostBucket, abc.ABC):
     weights_out: Shards,
     scalars: AdamScalars,
     grad_scale: float,
-  ) -> None:
-    """Takes a step that can be taken back; arguments as those of `step`.
+    *,
+    sum_squares: bool = False,
+  ) -> np.float64 | None:
+    """Takes a step that can be taken back.
 
-    The gradients must stay unchanged until it is settled. Blocks without the
-    GIL, as all methods here do.
+    Blocks without the GIL, as all methods here do.
+
+    Args:
+      pool: as for `step`.
+      grads: likewise; they must stay unchanged until the step is settled.
+      weights_out: as for `step`.
+      scalars: likewise.
+      grad_scale: likewise.
+      sum_squares: whether to sum the squares of the gradients as well.
+
+    Returns:
+      The sum of the squares, if it is asked for.
     """
     assert self._taken is None
     self._taken = _Taken(grads, scalars, grad_scale)
-    segments = [
-      dataclasses.replace(x, sumsq_out=_new_sumsq(x.grad))
-      for x in self.segments(grads, weights_out)
-    ]
-    self._sumsq = [x.sumsq_out for x in segments if x.sumsq_out is not None]
-    self._take(pool, segments)
-
-  def squares(self) -> np.float64:
-    """Returns the sum of the squares of the newest step's gradients."""
+    segments = self.segments(grads, weights_out)
+    if not sum_squares:
+      self._take(pool, segments)
+      return None
+    sums = [_new_sumsq(segment.grad) for segment in segments]
+    self._take(
+      pool,
+      [
+        dataclasses.replace(segment, sumsq_out=out)
+        for segment, out in zip(segments, sums, strict=True)
+      ],
+    )
     with np.errstate(over="ignore", invalid="ignore"):
-      return np.float64(sum(x.sum() for x in self._sumsq))
+      return np.float64(sum(out.sum() for out in sums))
 
   def commit(self, pool: Pool) -> bool:
     """Makes the step count.

@@ -143,8 +143,11 @@ class Speculator:
 
   def __init__(self, plan: Plan, config: TrainConfig, *, num_stages: int):
     self._clip_norm = config.clip_norm
-    by_bucket = plan.accumulate == "host" or plan.transport(num_stages) != "dma"
-    self._source = NormSource.BUCKETS if by_bucket else NormSource.STAGES
+    self._source = NormSource.STAGES
+    if plan.accumulate == "host":
+      self._source = NormSource.HOST_SUMS
+    elif plan.transport(num_stages) != "dma":
+      self._source = NormSource.UPDATES
     self._fixed: Choice | None = None
     if plan.speculation == "wait" or plan.speculate == "never":
       self._fixed = Choice(False, "waits: the plan says so")

@@ -199,7 +199,6 @@ class PacedTrainer:
       self.weights,
       self.pool,
       unclipped=lambda step: COMMIT.grad_scale,
-      summed_before=self.sums is not None,
     )
     device = PacedDevice(
       self._pace,

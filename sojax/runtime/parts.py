@@ -75,7 +75,6 @@ class Parts:
       self.weights,
       self._pool,
       unclipped=self._validation.unclipped,
-      summed_before=self._sums is not None,
     )
 
   def actions(self) -> dict[TaskKind, Action]:

@@ -10,18 +10,23 @@ import numpy as np
 class NormSource(enum.Enum):
   """Who tells how large the gradients are that are there so far.
 
-  Backwards do when they end, which is before the host has their gradients. What
-  is there before they end, or is added up on the host, the host sums up itself.
+  Backwards do when they end, which is before the host has their gradients; sums
+  on the host, where micro-batches are added up there; or updates that run ahead
+  of the end of the backward.
   """
 
   STAGES = enum.auto()
-  BUCKETS = enum.auto()
+  HOST_SUMS = enum.auto()
+  UPDATES = enum.auto()
 
 
 class NormWatch:
   """The sum of squares of the gradients that are there so far.
 
   It only grows: once it is past the bound, the step will be clipped.
+
+  Attributes:
+    source: whose sums count. Those of the others are the same gradients'.
   """
 
   def __init__(self, clip_norm: float | None, source: NormSource):
@@ -29,15 +34,15 @@ class NormWatch:
 
     Args:
       clip_norm: the bound of the norm; None if there is none.
-      source: whose sums count. Those of the other are the same gradients'.
+      source: whose sums count.
     """
     self._clip_norm = math.inf if clip_norm is None else clip_norm
-    self._source = source
+    self.source = source
     self._total = 0.0
 
   def add(self, source: NormSource, sumsq: np.ndarray | np.floating) -> None:
     """Adds sums of squares of gradients; each source is one thread."""
-    if source is self._source:
+    if source is self.source:
       with np.errstate(over="ignore", invalid="ignore"):
         self._total += float(np.sum(sumsq, dtype=np.float64))
 

@@ -55,7 +55,9 @@ class HostSums:
     )
     if last:
       step.host_grads[task.bucket] = self._sums.units(bucket)
-      step.speculation.watch.add(NormSource.BUCKETS, self._sums.squares(bucket))
+      step.speculation.watch.add(
+        NormSource.HOST_SUMS, self._sums.squares(bucket)
+      )
 
 
 class NewWeights(Protocol):
@@ -76,7 +78,6 @@ class HostUpdates:
     pool: Pool,
     *,
     unclipped: Callable[[Step], float],
-    summed_before: bool,
   ):
     """Remembers what it works on.
 
@@ -86,10 +87,7 @@ class HostUpdates:
       pool: runs the kernels.
       unclipped: returns the grad_scale of a step that is not clipped, to the
         bit.
-      summed_before: whether the squares of gradients have been summed on the
-        host before they get here.
     """
-    self._summed_before = summed_before
     self._all = buckets
     self._weights = weights
     self._unclipped = unclipped
@@ -140,10 +138,17 @@ class HostUpdates:
     speculation.ran.append(index)
     buffers = self._buffers(bucket.bucket, step)
     speculation.in_doubt.add(index)
-    bucket.speculate(self._pool, grads, buffers, scalars, self._unclipped(step))
+    sumsq = bucket.speculate(
+      self._pool,
+      grads,
+      buffers,
+      scalars,
+      self._unclipped(step),
+      sum_squares=speculation.watch.source is NormSource.UPDATES,
+    )
     speculation.in_doubt.remove(index)
-    if not self._summed_before:
-      speculation.watch.add(NormSource.BUCKETS, bucket.squares())
+    if sumsq is not None:
+      speculation.watch.add(NormSource.UPDATES, sumsq)
     del step.host_grads[index]  # the bucket has them until it is settled
     speculation.record_bytes += bucket.used_bytes()
     speculation.num_escapes += bucket.num_escapes()
