@@ -1,5 +1,7 @@
 #include "arguments.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include <algorithm>
 
 #include "accumulate.h"
@@ -18,6 +20,12 @@ std::string Text(const py::handle& object) {
 
 }  // namespace
 
+const Dtypes& Dtypes::Get() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<Dtypes> dtypes;
+  return dtypes.call_once_and_store_result([] { return Dtypes(); })
+      .get_stored();
+}
+
 py::tuple ArrayReader::NextSegment(const py::handle& item,
                                    std::size_t num_fields) {
   const auto fields = item.cast<py::tuple>();
@@ -34,7 +42,7 @@ py::tuple ArrayReader::NextSegment(const py::handle& item,
 float* ArrayReader::Floats(const py::object& object, const char* field) {
   py::array array = Flat(object, field, true);
   CheckLength(array, field);
-  CheckDtype(array, field, float32_);
+  CheckDtype(array, field, dtypes_.float32);
   return static_cast<float*>(array.mutable_data());
 }
 
@@ -42,7 +50,7 @@ const float* ArrayReader::ConstFloats(const py::object& object,
                                       const char* field) {
   const py::array array = Flat(object, field, false);
   CheckLength(array, field);
-  CheckDtype(array, field, float32_);
+  CheckDtype(array, field, dtypes_.float32);
   return static_cast<const float*>(array.data());
 }
 
@@ -59,10 +67,10 @@ void* ArrayReader::Master(const py::object& object, const char* field,
   if (*type == MasterType::kFloat32) return Floats(object, field);
   py::array high_array = Flat(object, field, true);
   CheckLength(high_array, field);
-  CheckDtype(high_array, field, bfloat16_);
+  CheckDtype(high_array, field, dtypes_.bfloat16);
   py::array low_array = Flat(low, low_field, true);
   CheckLength(low_array, low_field);
-  CheckDtype(low_array, low_field, int16_);
+  CheckDtype(low_array, low_field, dtypes_.int16);
   *low_halves = static_cast<std::int16_t*>(low_array.mutable_data());
   return high_array.mutable_data();
 }
@@ -101,7 +109,7 @@ double* ArrayReader::ChunkSums(const py::object& object, const char* field) {
   CheckSize(array, field, NumChunks(num_elems_),
             "one for each " + std::to_string(kChunkElems) + " of the " +
                 std::to_string(num_elems_) + " elements of " + first_field_);
-  CheckDtype(array, field, float64_);
+  CheckDtype(array, field, dtypes_.float64);
   return static_cast<double*>(array.mutable_data());
 }
 
@@ -156,7 +164,7 @@ Record ArrayReader::ReadRecord(const py::tuple& fields, bool written,
   }
   const std::string reason = "that is what these segments need";
   py::array codes = Flat(fields[1], "codes", written);
-  CheckDtype(codes, "codes", uint8_);
+  CheckDtype(codes, "codes", dtypes_.uint8);
   CheckSize(codes, "codes", num_bytes, reason);
   if (num_bytes != 0 &&
       reinterpret_cast<std::uintptr_t>(codes.data()) % kGroupElems != 0) {
@@ -165,9 +173,9 @@ Record ArrayReader::ReadRecord(const py::tuple& fields, bool written,
                           " bytes; take it from an Arena or new_record");
   }
   py::array escapes = Flat(fields[2], "escapes", written);
-  CheckDtype(escapes, "escapes", float32_);
+  CheckDtype(escapes, "escapes", dtypes_.float32);
   py::array offsets = Flat(fields[3], "offsets", written);
-  CheckDtype(offsets, "offsets", int64_);
+  CheckDtype(offsets, "offsets", dtypes_.int64);
   CheckSize(offsets, "offsets", num_chunks + 1, reason);
   // Only read where it is not written.
   const auto data = [](const py::array& array) {
@@ -275,9 +283,9 @@ void ArrayReader::CheckSize(const py::array& array, const char* field,
 
 GradType ArrayReader::TypeOf(const py::array& array, const char* field) const {
   const py::dtype dtype = array.dtype();
-  if (dtype.equal(float32_)) return GradType::kFloat32;
-  if (dtype.equal(bfloat16_)) return GradType::kBfloat16;
-  if (dtype.equal(float16_)) return GradType::kFloat16;
+  if (dtype.equal(dtypes_.float32)) return GradType::kFloat32;
+  if (dtype.equal(dtypes_.bfloat16)) return GradType::kBfloat16;
+  if (dtype.equal(dtypes_.float16)) return GradType::kFloat16;
   throw py::value_error(Name(field) + " has dtype " + Text(dtype) +
                         "; give float32, float16 or ml_dtypes.bfloat16");
 }

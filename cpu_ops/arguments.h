@@ -16,6 +16,22 @@
 
 namespace sojax {
 
+// The element types that arrays may have.
+struct Dtypes {
+  const pybind11::dtype float32 = pybind11::dtype::of<float>();
+  const pybind11::dtype float64 = pybind11::dtype::of<double>();
+  const pybind11::dtype int16 = pybind11::dtype::of<std::int16_t>();
+  const pybind11::dtype int64 = pybind11::dtype::of<std::int64_t>();
+  const pybind11::dtype uint8 = pybind11::dtype::of<std::uint8_t>();
+  const pybind11::dtype float16 = pybind11::dtype("float16");
+  const pybind11::dtype bfloat16 = pybind11::dtype::from_args(
+      pybind11::module_::import("ml_dtypes").attr("bfloat16"));
+
+  // Looked up once: an import takes some tens of microseconds where kernels
+  // have emptied the caches. Lives as long as the process.
+  static const Dtypes& Get();
+};
+
 // Reads the arrays of one segment after the other, and those of a record, and
 // keeps them alive for as long as it lives. It changes nothing, and throws a
 // Python exception for an array that cannot be used, which names it. Call with
@@ -90,14 +106,7 @@ class ArrayReader {
   void CheckDtype(const pybind11::array& array, const char* field,
                   const pybind11::dtype& dtype) const;
 
-  const pybind11::dtype float32_ = pybind11::dtype::of<float>();
-  const pybind11::dtype float64_ = pybind11::dtype::of<double>();
-  const pybind11::dtype int16_ = pybind11::dtype::of<std::int16_t>();
-  const pybind11::dtype int64_ = pybind11::dtype::of<std::int64_t>();
-  const pybind11::dtype uint8_ = pybind11::dtype::of<std::uint8_t>();
-  const pybind11::dtype float16_ = pybind11::dtype("float16");
-  const pybind11::dtype bfloat16_ = pybind11::dtype::from_args(
-      pybind11::module_::import("ml_dtypes").attr("bfloat16"));
+  const Dtypes& dtypes_ = Dtypes::Get();
   std::size_t num_segments_ = 0;
   bool in_record_ = false;
   const char* first_field_ = nullptr;
