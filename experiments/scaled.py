@@ -12,7 +12,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.host_times import HostSeconds, measure_host_tasks
+from experiments.host_times import (
+  HostSeconds,
+  measure_in_runtime,
+  measure_kernels,
+)
 from sojax.graph.graph import StepGraph, TaskKind
 from sojax.graph.late import simulate_late
 from sojax.graph.prices import price
@@ -109,19 +113,49 @@ class Round:
 
   Attributes:
     measured_s: seconds of a step, from one Validate to the next: the median.
-    predicted_s: the same, simulated with the host's tasks as they take alone.
-    lower_bound_s: what the busiest lane takes for its tasks, likewise alone.
+    predicted_s: the same, simulated with the host's tasks as they take in the
+      runtime when the device and the link take no time.
+    by_kernels_s: the same, simulated with their kernels alone.
+    lower_bound_s: what the busiest lane takes for its tasks, by kernels alone.
     device_idle: the device's idle share of the time.
     predicted_device_idle: the same, simulated.
-    host_alone_s: what the host's tasks took alone, before the steps and after.
+    kernels_s: what the kernels of the host's tasks take, before the steps and
+      after: the mean.
+    in_runtime_s: what these tasks take in the runtime, likewise.
   """
 
   measured_s: float
   predicted_s: float
+  by_kernels_s: float
   lower_bound_s: float
   device_idle: float
   predicted_device_idle: float
-  host_alone_s: tuple[float, float]
+  kernels_s: float
+  in_runtime_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alone:
+  """What the host's tasks take while device and link take no time.
+
+  Attributes:
+    kernels: their kernels, without the runtime.
+    in_runtime: the tasks, in the runtime.
+  """
+
+  kernels: HostSeconds
+  in_runtime: HostSeconds
+
+  @classmethod
+  def measure(cls, trainer: PacedTrainer) -> "_Alone":
+    """Measures; the trainer's costs are to be set again."""
+    kernels = measure_kernels(trainer, num_passes=_PASSES)
+    return cls(kernels, measure_in_runtime(trainer, kernels, num_steps=_PASSES))
+
+  def mean(self, other: "_Alone") -> "_Alone":
+    return _Alone(
+      self.kernels.mean(other.kernels), self.in_runtime.mean(other.in_runtime)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,6 +194,9 @@ class Run:
       "device_idle": median(lambda x: x.device_idle),
       "predicted_device_idle": median(lambda x: x.predicted_device_idle),
       "measured_over_predicted": median(lambda x: x.measured_s / x.predicted_s),
+      "measured_over_by_kernels": median(
+        lambda x: x.measured_s / x.by_kernels_s
+      ),
       "measured_over_lower_bound": median(
         lambda x: x.measured_s / x.lower_bound_s
       ),
@@ -185,22 +222,23 @@ def run_paced(case: Case, scale: Scale, *, num_rounds: int) -> Run:
   layout = case.layout()
   graph = case.graph(layout)
   with scaled_trainer(case, scale) as trainer:
-    measure_host_tasks(trainer, num_passes=_PASSES)  # records warm up
-    alone = measure_host_tasks(trainer, num_passes=_PASSES)
+    measure_kernels(trainer, num_passes=_PASSES)  # records warm up
+    alone = _Alone.measure(trainer)
     there_s = lane_seconds(graph, case.price(layout, graph))["host"]
-    slowness = sum(alone.tasks.values()) / there_s
+    slowness = sum(alone.kernels.tasks.values()) / there_s
     slowed = dataclasses.replace(case, profile=case.profile.slowed(slowness))
     costs = slowed.price(layout, graph)
-    trainer.set_costs(costs)
     rounds = []
     for _ in range(num_rounds):
-      measured_s, before = measure_step(trainer), alone
-      alone = measure_host_tasks(trainer, num_passes=_PASSES)
-      rounds.append(_round(trainer, costs, measured_s, before, alone))
-    timeline = trainer.timeline()
+      trainer.set_costs(costs)
+      measured_s, timeline = measure_step(trainer), trainer.timeline()
+      before, alone = alone, _Alone.measure(trainer)
+      rounds.append(
+        _round(graph, costs, before.mean(alone), measured_s, timeline)
+      )
   last = max(span.step for span in timeline.spans)
-  simulation, used = _simulate(graph, costs, alone, alone)
-  lanes_s = lane_seconds(graph, used)
+  simulation = _simulate(graph, costs, alone.in_runtime)
+  lanes_s = lane_seconds(graph, _costs_of(simulation, costs, alone.kernels))
   return Run(
     slowness=slowness,
     bound_by=max(lanes_s, key=lambda lane: lanes_s[lane]),
@@ -226,53 +264,51 @@ def measure_step(trainer: PacedTrainer) -> float:
 
 
 def _round(
-  trainer: PacedTrainer,
+  graph: StepGraph,
   costs: Sequence[Cost],
+  alone: _Alone,
   measured_s: float,
-  before: HostSeconds,
-  after: HostSeconds,
+  timeline: Timeline,
 ) -> Round:
-  graph, timeline = trainer.graph, trainer.timeline()
   # The very last step has no successor that would share the lanes with it.
   last = max(span.step for span in timeline.spans) - 1
   newest = timeline.cycle(last - _STEPS + 1, last)
-  simulation, used = _simulate(graph, costs, before, after)
+  simulation = _simulate(graph, costs, alone.in_runtime)
   steady = simulation.steady()
+  kernels = _costs_of(simulation, costs, alone.kernels)
   return Round(
     measured_s=measured_s,
     predicted_s=simulation.step_s,
-    lower_bound_s=lower_bound_s(graph, used, {}),
+    by_kernels_s=_simulate(graph, costs, alone.kernels).step_s,
+    lower_bound_s=lower_bound_s(graph, kernels, {}),
     device_idle=newest.idle_s("device") / newest.window_s(),
     predicted_device_idle=steady.idle_s("device") / steady.window_s(),
-    host_alone_s=(sum(before.tasks.values()), sum(after.tasks.values())),
+    kernels_s=sum(alone.kernels.tasks.values()),
+    in_runtime_s=sum(alone.in_runtime.tasks.values()),
   )
 
 
 def _simulate(
-  graph: StepGraph,
-  costs: Sequence[Cost],
-  before: HostSeconds,
-  after: HostSeconds,
-) -> tuple[Simulation, Sequence[Cost]]:
-  """Simulates with host tasks as measured; nothing is shared.
+  graph: StepGraph, costs: Sequence[Cost], host: HostSeconds
+) -> Simulation:
+  """Simulates with host tasks as measured; nothing is shared."""
+  late = {index: Cost(seconds) for index, seconds in host.late.items()}
+  simulation, _ = simulate_late(graph, _with(costs, host.tasks), late)
+  return simulation
 
-  Returns:
-    The simulation, and what each task took in it.
-  """
-  known = [
-    Cost(_mean(before.tasks, after.tasks, index))
-    if index in before.tasks
-    else Cost(cost.seconds)
-    for index, cost in enumerate(costs)
+
+def _costs_of(
+  simulation: Simulation, costs: Sequence[Cost], host: HostSeconds
+) -> list[Cost]:
+  """Returns what tasks cost in a step that was simulated."""
+  late = simulation.late[simulation.last]
+  return _with(_with(costs, host.tasks), {i: host.late[i] for i in late})
+
+
+def _with(costs: Sequence[Cost], seconds: Mapping[int, float]) -> list[Cost]:
+  return [
+    Cost(seconds.get(index, cost.seconds)) for index, cost in enumerate(costs)
   ]
-  late = {i: Cost(_mean(before.late, after.late, i)) for i in before.late}
-  return simulate_late(graph, known, late)
-
-
-def _mean(
-  before: Mapping[int, float], after: Mapping[int, float], index: int
-) -> float:
-  return (before[index] + after[index]) / 2
 
 
 def lower_bound_s(

@@ -1,12 +1,18 @@
 """Paced cases: their scale, their bounds by hand, and a run of a tiny model."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 import sojax
-from experiments.host_times import measure_host_tasks
+from experiments.host_times import (
+  HostSeconds,
+  host_spans,
+  measure_in_runtime,
+  measure_kernels,
+)
 from experiments.scaled import (
   Case,
   Scale,
@@ -16,6 +22,7 @@ from experiments.scaled import (
 )
 from sojax import models
 from sojax.graph.graph import Lane, StepGraph, Task, TaskKind
+from sojax.graph.timeline import Span, Timeline
 from sojax.plan.adamw import adam_scalars
 from sojax.plan.costs import Cost
 from sojax.plan.hardware import Resource
@@ -23,6 +30,8 @@ from sojax.plan.machines import machine
 from sojax.plan.plan import Plan
 from sojax.programs.workload import gpt_workload
 from sojax.reference.adamw import adamw_float32
+from sojax.runtime.speculation import Speculation
+from sojax.runtime.updates import HostUpdates
 from tests.test_paced import PLANS, paced, state_of
 
 TINY = models.GPTConfig(
@@ -84,7 +93,8 @@ def test_paced_steps_are_no_shorter_than_the_device_takes(device_buckets):
   assert 0 <= row["device_idle"] < 1
   ratios = [x.measured_s / x.predicted_s for x in run.rounds]
   assert row["measured_over_predicted"] == pytest.approx(np.mean(ratios))
-  assert 14 in {span.step for span in run.timeline.spans}
+  # Before each of the two rounds of eight steps ten are measured.
+  assert max(span.step for span in run.timeline.spans) >= 34
 
 
 @pytest.mark.parametrize("name", ["wait", "record3", "pingpong", "host_sums"])
@@ -92,7 +102,7 @@ def test_host_tasks_alone_take_the_steps_that_they_time(name):
   accumulation = 1
   with paced(PLANS[name], accumulation=accumulation) as ours:
     before = {index: state_of(x) for index, x in ours.host_buckets.items()}
-    seconds = measure_host_tasks(ours, num_passes=3)
+    seconds = measure_kernels(ours, num_passes=3)
     for of_tasks in (seconds.tasks, seconds.late):
       assert all(value > 0 for value in of_tasks.values())
     tasks = ours.graph.tasks
@@ -114,3 +124,76 @@ def test_host_tasks_alone_take_the_steps_that_they_time(name):
         state = adamw_float32(*state, grad, scalars)
       for a, b in zip(state_of(ours.host_buckets[index]), state, strict=True):
         np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def test_a_host_task_takes_from_when_it_could_begin_to_its_end():
+  tasks = [
+    Task(index=0, kind=TaskKind.HOST_SCALARS, lane=Lane.HOST),
+    Task(index=1, kind=TaskKind.GRAD_OUT, lane=Lane.D2H),
+    Task(index=2, kind=TaskKind.HOST_UPDATE, lane=Lane.HOST, deps=(0, 1)),
+    Task(index=3, kind=TaskKind.WEIGHT_IN, lane=Lane.H2D, deps=(2,)),
+    Task(index=4, kind=TaskKind.HOST_UPDATE, lane=Lane.HOST, deps=(0, 1)),
+  ]
+  times = {
+    (0, 0): (1.0, 1.25),
+    (0, 1): (1.0, 2.0),
+    (0, 2): (2.5, 4.0),
+    (0, 3): (4.0, 4.25),
+    (0, 4): (4.5, 7.0),
+    (1, 0): (9.0, 9.5),
+    (1, 1): (9.0, 9.25),
+    (1, 2): (9.75, 10.0),
+    (1, 4): (10.0, 11.0),
+  }
+  timeline = Timeline(
+    Span(str(tasks[i].kind), str(tasks[i].lane), step, start, end, task=i)
+    for (step, i), (start, end) in times.items()
+  )
+  steps = host_spans(StepGraph(tuple(tasks)), timeline)
+  assert [{s.task: seconds for s, seconds in step} for step in steps] == [
+    {0: 0.25, 2: 2.0, 4: 3.0},
+    {0: 0.5, 2: 0.5, 4: 1.0},
+  ]
+
+
+@pytest.mark.parametrize("name", ["record3", "split"])
+def test_updates_are_measured_in_the_runtime_both_ahead_and_late(
+  name, monkeypatch
+):
+  speculate, slower_s = HostUpdates._speculate, 0.005
+
+  def slower(*args):
+    time.sleep(slower_s)
+    speculate(*args)
+
+  monkeypatch.setattr(HostUpdates, "_speculate", slower)
+  with paced(PLANS[name]) as ours:
+    kernels = measure_kernels(ours, num_passes=1)
+    longer = {index: 2 * slower_s for index in kernels.tasks}
+    seconds = measure_in_runtime(
+      ours, HostSeconds(longer, kernels.late), num_steps=3
+    )
+  assert seconds.tasks.keys() == kernels.tasks.keys()
+  assert seconds.late.keys() == kernels.late.keys() != set()
+  assert all(seconds.tasks[index] >= slower_s for index in seconds.late)
+  assert min(seconds.late.values()) < slower_s
+
+
+@pytest.mark.parametrize("name", ["wait", "host_sums"])
+def test_updates_that_are_never_late_are_measured_all_the_same(name):
+  """Validate waits for sums on the host: updates begin as soon as it does."""
+  with paced(PLANS[name], accumulation=3) as ours:
+    kernels = measure_kernels(ours, num_passes=1)
+    seconds = measure_in_runtime(ours, kernels, num_steps=2)
+  assert seconds.tasks.keys() == kernels.tasks.keys()
+  assert seconds.late.keys() == kernels.late.keys()
+
+
+def test_updates_that_must_run_ahead_and_do_not_are_an_error(monkeypatch):
+  monkeypatch.setattr(Speculation, "why_not", lambda *args: "waits: a test")
+  with paced(PLANS["record3"]) as ours:
+    kernels = measure_kernels(ours, num_passes=1)
+    with pytest.raises(
+      RuntimeError, match="of 11 tasks of the host only 6 ran"
+    ):
+      measure_in_runtime(ours, kernels, num_steps=1)
