@@ -51,7 +51,7 @@ test-slow: install
 
 # ASan, UBSan and TSan. Fails where the compiler lacks one of them.
 test-sanitize: install
-	$(BIN)/python -m pytest -m sanitizer tests/test_cpu_ops.py
+	$(PYTEST) -m sanitizer tests/test_cpu_ops.py
 
 test-all: test test-slow test-sanitize
 

@@ -197,3 +197,25 @@ def test_updates_that_must_run_ahead_and_do_not_are_an_error(monkeypatch):
       RuntimeError, match="of 11 tasks of the host only 6 ran"
     ):
       measure_in_runtime(ours, kernels, num_steps=1)
+
+
+def test_in_the_runtime_new_weights_take_half_of_their_update(monkeypatch):
+  with paced(PLANS["record3"]) as ours:
+    kernels = measure_kernels(ours, num_passes=1)
+    given, set_costs = [], ours.set_costs
+    monkeypatch.setattr(
+      ours, "set_costs", lambda costs: (given.append(costs), set_costs(costs))
+    )
+    measure_in_runtime(ours, kernels, num_steps=1)
+  assert len(given) == 2
+  for costs, held in zip(
+    given, (TaskKind.VALIDATE, TaskKind.GRAD_OUT), strict=True
+  ):
+    first = next(t.index for t in ours.graph.tasks if t.kind is held)
+    assert costs[first].seconds > 2 * sum(kernels.tasks.values())
+    for task, cost in zip(ours.graph.tasks, costs, strict=True):
+      if task.kind is TaskKind.WEIGHT_IN:
+        (update,) = task.deps
+        assert cost == Cost(kernels.tasks[update] / 2)
+      elif task.index != first and task.kind is not TaskKind.WEIGHT_RESEND:
+        assert cost == Cost(0.0), task.name
